@@ -1,0 +1,765 @@
+"""MetaLA: Meta Linear Attention (NeurIPS 2024, arXiv 2411.10741) in one readable file.
+
+Softmax attention compares a token with every token before it, so a sequence of T tokens costs T². Linear
+models keep a fixed-size matrix S instead, let it decay, write into it and read from it. The paper asks which
+of the usual parts (query, key, value, decay) such a model needs, and answers: query, value and decay. The
+key follows from the decay, k_t = 1 − α_t: a state row takes in exactly as much as it forgets.
+
+Read from top to bottom: the general form and its three computations (recurrent, parallel, chunkwise), the
+MetaLA layer, six other mixers written in the same letters, the block, the language model, and a demo:
+
+    python metala.py
+
+Glossary (the letters are those of the paper; every tensor is laid out batch, time, head, dim)
+
+    B, T, H, D   batch, time steps, heads, model width         C     steps per chunk
+    Dk, Dv       key and value width of one head               s     the scale Dk^-½
+    q   (B, T, H, Dk)   query        what to read              a     gate logits before σ
+    k   (B, T, H, Dk)   key          where to write            r     output gate
+    v   (B, T, H, Dv)   value        what to write             τ     gate normaliser, 16
+    α   (B, T, H, Dk)   decay        what to keep, in [0, 1]   g     log α ≤ 0 (Λ_t = diag(α_t))
+    S   (B, H, Dk, Dv)  state        the memory                w_aug self-augmentation weights
+    A   (B, H, T, T)    LinAttMap    the attention map that a linear model implies
+"""
+import importlib.util
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+HAS_KERNEL = all(importlib.util.find_spec(name) for name in ("triton", "kernel"))
+
+
+# ── 1  The general form ──────────────────────────────────────────────────────────────────────────────────────
+#
+#     S_t = diag(α_t) S_{t-1} + k_tᵀ v_t            o_t = s · q_t S_t            (row vectors, s = Dk^-½)
+#
+# Softmax aside, every mixer below is a choice of (q, k, v, α). The three functions compute the same (o, S_T)
+# from the same arguments; each is the reference for the next. Here q comes already scaled by s.
+
+def recurrent(q, k, v, g, S):
+    """The definition: one step after the other. O(T) work, but T of them in sequence."""
+    o = []
+    for q_t, k_t, v_t, g_t in zip(*(x.unbind(1) for x in (q, k, v, g))):      # each (B, H, Dk) or (B, H, Dv)
+        S = g_t.exp()[..., None] * S + k_t[..., None] * v_t[..., None, :]      # (B, H, Dk, Dv)
+        o.append((q_t[..., None, :] @ S).squeeze(-2))                          # (B, H, Dv)
+    return torch.stack(o, 1), S
+
+
+def decay_between(g):
+    """D[t, s] = g_{s+1} + … + g_t, the log of what is left at step t of a write at step s; −∞ where s > t.
+
+    The textbook way, G_t − G_s with G = cumsum(g), cancels; exp(G_t) · exp(−G_s) even overflows. Here each
+    column s sums from its own start, so that no number is larger than the result.
+    """
+    t = torch.arange(g.shape[1], device=g.device)
+    later = (t[:, None] > t)[..., None]                                        # (T, T, 1): t > s
+    g = g.transpose(1, 2)[:, :, :, None]                                       # (B, H, T, 1, Dk)
+    D = torch.where(later, g, 0.0).cumsum(2)                                   # (B, H, T, T, Dk)
+    return D.masked_fill((t[:, None] < t)[..., None], -math.inf)
+
+
+def parallel(q, k, v, g, S):
+    """All steps at once through the T × T map: o = A v. O(T²) work, no sequence.
+
+        A[t, s] = Σ_c q_tc k_sc exp(g_{s+1,c} + … + g_tc)   for s ≤ t, else 0
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                           # (B, H, T, Dk or Dv)
+    D = decay_between(g).exp()                                                 # (B, H, T, T, Dk)
+    A = torch.einsum("bhtc,bhsc,bhtsc->bhts", q, k, D)                         # (B, H, T, T)
+    P = g.cumsum(1).exp().transpose(1, 2)                                      # (B, H, T, Dk), decay since the start
+    o = A @ v + (q * P) @ S                                                    # (B, H, T, Dv)
+    S = P[:, :, -1, :, None] * S + (k * D[:, :, -1]).transpose(-1, -2) @ v     # (B, H, Dk, Dv)
+    return o.transpose(1, 2), S
+
+
+def chunkwise(q, k, v, g, S, C):
+    """Inside chunks of C steps the parallel form, across chunks the recurrent one. O(T·C) work.
+
+    1 map     the chunk's own map A, and for each step the decay P since the chunk began (this step's α
+              included) and R until it ends (this step's α excluded)
+    2 update  what the chunk writes:        U = (k ⊙ R)ᵀ v
+    3 state   from chunk to chunk:          S' = diag(P_last) S + U
+    4 output  own writes and older ones:    o = A v + (q ⊙ P) S
+
+    Step 1 doubles the block size h from 1 to C. Two neighbouring blocks, l(eft) and r(ight), become one:
+
+        A = [ A_l                           0  ]     P = [ P_l              ]     R = [ R_l ⊙ P_r[last] ]
+            [ (q_r ⊙ P_r) (k_l ⊙ R_l)ᵀ    A_r ]         [ P_r ⊙ P_l[last] ]         [ R_r             ]
+
+    Every factor is a product of decays, so ≤ 1: nothing can overflow, whatever the gates do.
+    """
+    T = q.shape[1]
+    def chunks(x):                                                             # (B, T, H, d) → (B, H, N, C, d)
+        x = F.pad(x, (0, 0, 0, 0, 0, -T % C))           # padding with g = 0, k = 0 leaves the state alone
+        return x.unflatten(1, (-1, C)).permute(0, 3, 1, 2, 4)
+    q, k, v, P = chunks(q), chunks(k), chunks(v), chunks(g).exp()
+    R = torch.ones_like(P)
+
+    A = (q * k).sum(-1, keepdim=True)[..., None]                               # (B, H, N, C, 1, 1)
+    P, R = P.unsqueeze(-2), R.unsqueeze(-2)                                    # (B, H, N, C/h, h, Dk), h = 1
+    h = 1
+    while h < C:
+        (A_l, A_r), (P_l, P_r), (R_l, R_r) = (x.unflatten(3, (-1, 2)).unbind(4) for x in (A, P, R))
+        q_r = q.unflatten(3, (-1, 2, h))[..., 1, :, :]                         # (B, H, N, C/2h, h, Dk)
+        k_l = k.unflatten(3, (-1, 2, h))[..., 0, :, :]
+        A_rl = (q_r * P_r) @ (k_l * R_l).transpose(-1, -2)                     # (B, H, N, C/2h, h, h)
+        A = torch.cat([torch.cat([A_l, torch.zeros_like(A_l)], -1), torch.cat([A_rl, A_r], -1)], -2)
+        P, R = (torch.cat([P_l, P_r * P_l[..., -1:, :]], -2),
+                torch.cat([R_l * P_r[..., -1:, :], R_r], -2))
+        h *= 2
+    A, P, R = A.squeeze(3), P.squeeze(3), R.squeeze(3)                         # (B, H, N, C, C or Dk)
+
+    U = (k * R).transpose(-1, -2) @ v                                          # (B, H, N, Dk, Dv)
+    starts = []
+    for P_n, U_n in zip(P[..., -1, :, None].unbind(2), U.unbind(2)):
+        starts.append(S)
+        S = P_n * S + U_n                                                      # (B, H, Dk, Dv)
+    o = A @ v + (q * P) @ torch.stack(starts, 2)                               # (B, H, N, C, Dv)
+    return o.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T], S                    # (B, T, H, Dv)
+
+
+FORMS = ("auto", "recurrent", "parallel", "chunkwise", "triton")
+
+
+def linear_attention(q, k, v, g, state=None, form="auto", chunk_size=64):
+    """o_t = s · q_t S_t with S_t = diag(exp g_t) S_{t-1} + k_tᵀ v_t (paper Eq. 6; s = Dk^-½).
+
+    q, k, g: (B, T, H, Dk), v: (B, T, H, Dv), T ≥ 1, without broadcasting. k = None means k = 1 − exp(g).
+    q, k, v share a floating dtype; g ≤ 0 has it too or float32; −∞ is allowed except for "triton".
+    state: (B, H, Dk, Dv), float64 for float64 inputs and float32 otherwise; None = zeros. Never modified.
+    form: "recurrent" | "parallel" | "chunkwise" | "triton", or "auto": triton for CUDA tensors that are not
+    float64 if Triton can be imported, else recurrent at T = 1, else chunkwise. chunk_size: a power of two.
+
+    Returns o (B, T, H, Dv) in q's dtype and the final state. Raises ValueError for shapes, devices, an unknown
+    form or chunk size, TypeError for dtypes, ImportError when "triton" is asked for and not there.
+    """
+    check_operands(q, k, v, g, state)
+    if form not in FORMS:
+        raise ValueError(f"form must be one of {', '.join(FORMS)}, not {form!r}")
+    if chunk_size < 1 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size must be a power of two, not {chunk_size}")
+    if form == "auto":
+        form = "triton" if runs_on_kernel(q) else "recurrent" if q.shape[1] == 1 else "chunkwise"
+    if form == "triton":
+        return import_kernel().linear_attention(q, k, v, g, state)
+
+    dtype, acc = q.dtype, accumulator(q)
+    q, v, g = q.to(acc) * q.shape[-1] ** -0.5, v.to(acc), g.to(acc)
+    k = -torch.expm1(g) if k is None else k.to(acc)
+    S = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3]) if state is None else state
+    with torch.autocast(q.device.type, enabled=False):          # or it would turn the products to 16 bits
+        if form == "recurrent":
+            o, S = recurrent(q, k, v, g, S)
+        elif form == "parallel":
+            o, S = parallel(q, k, v, g, S)
+        else:
+            o, S = chunkwise(q, k, v, g, S, chunk_size)
+    return o.to(dtype), S
+
+
+def attention_map(q, k, g):
+    """The map A (B, H, T, T) with A v = o: what a linear mixer would weigh the values with, zero above the diagonal.
+
+    Arguments as for `linear_attention`. O(T² Dk) memory: for looking at, not for training.
+    """
+    check_operands(q, k, q, g, None)
+    acc = accumulator(q)
+    q, g = q.to(acc) * q.shape[-1] ** -0.5, g.to(acc)
+    k = -torch.expm1(g) if k is None else k.to(acc)
+    return torch.einsum("bthc,bshc,bhtsc->bhts", q, k, decay_between(g).exp())
+
+
+def accumulator(x):
+    """The dtype of states, decays and sums: float64 for float64 inputs, float32 otherwise."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def check_operands(q, k, v, g, state):
+    """Raises ValueError or TypeError naming the first of q, k, v, g, state that does not fit."""
+    if q.dim() != 4 or q.shape[1] < 1:
+        raise ValueError(f"q must be (B, T, H, Dk) with T ≥ 1, not {tuple(q.shape)}")
+    if not q.is_floating_point():
+        raise TypeError(f"q must be floating point, not {q.dtype}")
+    B, T, H, Dk = q.shape
+    Dv = v.shape[-1] if v.dim() else None
+    for name, x, shape in (("k", k, (B, T, H, Dk)), ("v", v, (B, T, H, Dv)), ("g", g, (B, T, H, Dk)),
+                           ("state", state, (B, H, Dk, Dv))):
+        if x is None and name in ("k", "state"):
+            continue
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name} must be {shape} to fit q {tuple(q.shape)}, not {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, q on {q.device}")
+        allowed = {"g": (q.dtype, torch.float32), "state": (accumulator(q),)}.get(name, (q.dtype,))
+        if x.dtype not in allowed:
+            raise TypeError(f"{name} must be {' or '.join(map(str, dict.fromkeys(allowed)))}, not {x.dtype}")
+
+
+def runs_on_kernel(x):
+    """Whether "auto" takes the Triton kernel for the tensor x."""
+    return HAS_KERNEL and x.is_cuda and x.dtype != torch.float64
+
+
+def import_kernel():
+    try:
+        import kernel
+    except ImportError as error:
+        raise ImportError(f"form='triton' needs the package triton and kernel.py beside metala.py ({error})")
+    return kernel
+
+
+# ── 2  The parts around it ───────────────────────────────────────────────────────────────────────────────────
+
+class ShortConv(nn.Module):
+    """Depthwise convolution over time, then SiLU: x_t ← SiLU(Σ_i w_i ⊙ x_{t-K+1+i}).
+
+    Causal, or centred with `bidirectional` (odd size). Its state is the last K − 1 inputs, (B, K − 1, D).
+    Written as K shifted products, which torch.compile fuses into one pass.
+    """
+
+    def __init__(self, d_model, size, bidirectional):
+        super().__init__()
+        if size < 0 or (bidirectional and size and size % 2 == 0):
+            raise ValueError(f"conv_size must be ≥ 0, and odd when bidirectional (3, say), not {size}")
+        self.size, self.bidirectional = size, bidirectional
+        if size:
+            self.weight = nn.Parameter(torch.empty(d_model, 1, size).uniform_(-size ** -0.5, size ** -0.5))
+
+    def forward(self, x, mask, state):
+        B, T, D = x.shape
+        if self.size == 0:
+            return x, x.new_zeros(B, 0, D)
+        if self.bidirectional:
+            window, state = F.pad(x, (0, 0, self.size // 2, self.size // 2)), None
+        else:
+            if state is None:
+                state = x.new_zeros(B, self.size - 1, D)
+            window = torch.cat([state.to(x.dtype), x], 1)                      # (B, K − 1 + T, D)
+            if mask is None:
+                state = window[:, T:]                                          # (B, K − 1, D)
+            else:                       # the K − 1 inputs up to the last real token, wherever it lies
+                t = torch.arange(1, T + 1, device=x.device)
+                last = (t * mask).amax(1, keepdim=True)                        # (B, 1); 0 = no real token
+                at = last + torch.arange(self.size - 1, device=x.device)       # (B, K − 1)
+                state = window.gather(1, at[..., None].expand(-1, -1, D))      # (B, K − 1, D)
+        w = self.weight.to(x.dtype)
+        return F.silu(sum(window[:, i:i + T] * w[:, 0, i] for i in range(self.size))), state
+
+
+def project(d_in, d_out, bias=False):
+    """A linear map with weights N(0, 1/d_in): at the release's widths about its N(0, 0.02), and at small widths
+    large enough that the per-head norm does not drown the signal in its eps."""
+    layer = nn.Linear(d_in, d_out, bias=bias)
+    nn.init.normal_(layer.weight, std=d_in ** -0.5)
+    if bias:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def rms_norm(x):
+    """x / √(mean x² + 1e-6), in float32 for 16-bit inputs, without weights, as in the authors' release."""
+    return F.rms_norm(x.to(accumulator(x)), x.shape[-1:], eps=1e-6).to(x.dtype)
+
+
+class LinearMixer(nn.Module):
+    """What all linear mixers share. A subclass says in `inputs` how it makes q, k, v, its gate and r.
+
+        x = SiLU(conv(x))  →  q, k, v, gate, r from x  →  o = linear attention  →  y = (r ⊙ norm(o)) W_o
+
+    `layer(x, mask=None, state=None)`: x (B, T, D); mask (B, T) bool, True = real token; state as returned by an
+    earlier call. Returns y (B, T, D) and the state, a tuple of batch-first tensors (None when bidirectional).
+    At padding α = 1 and k = 0, so the state passes through untouched, and y is 0. With `in_place` the call may
+    overwrite the state that it was given: faster, for loops that never look back.
+    """
+    open_gate = 0.0         # the gate that keeps everything: g = 0, α = 1
+
+    def __init__(self, d_model, n_heads, d_key, d_value, conv_size, bidirectional):
+        super().__init__()
+        for name, width in (("d_model", d_model), ("d_key", d_key), ("d_value", d_value)):
+            if n_heads < 1 or width < 1 or width % n_heads:
+                raise ValueError(f"{name} = {width} is not a multiple of n_heads = {n_heads}")
+        self.d_model, self.n_heads, self.bidirectional = d_model, n_heads, bidirectional
+        self.conv = ShortConv(d_model, conv_size, bidirectional)
+        self.o_proj = project(d_value, d_model)
+
+    def heads(self, x):
+        return x.unflatten(-1, (self.n_heads, -1))                             # (B, T, H, d)
+
+    def inputs(self, x):
+        """x (B, T, D) → q, k (None = 1 − α), v, gate by heads, and the output gate r (B, T, H·Dv) or 1."""
+        raise NotImplementedError
+
+    def operator(self, q, k, v, gate, S, in_place=False):
+        return linear_attention(q, k, v, gate, S)
+
+    def augment(self, o, q, k, v, gate):
+        return o
+
+    def forward(self, x, mask=None, state=None, in_place=False):
+        check_layer_call(self, x, mask, state)
+        conv_state, S = state or (None, None)
+        if mask is not None:
+            padding = ~mask[..., None]                                         # (B, T, 1)
+            x = x.masked_fill(padding, 0.0)
+        x, conv_state = self.conv(x, mask, conv_state)                         # (B, T, D)
+        q, k, v, gate, r = self.inputs(x)                  # (B, T, H, Dk) but v (B, T, H, Dv), r (B, T, H·Dv)
+        if mask is not None:
+            gate = gate.masked_fill(padding[..., None], self.open_gate)
+            k = k if k is None else k.masked_fill(padding[..., None], 0.0)
+        if self.bidirectional:
+            forwards, _ = self.operator(q, k, v, gate, None)
+            backwards, _ = self.operator(*(z if z is None else z.flip(1) for z in (q, k, v, gate)), None)
+            o = forwards + backwards.flip(1)
+        else:
+            o, S = self.operator(q, k, v, gate, S, in_place)                   # (B, T, H, Dv)
+        o = self.augment(o, q, k, v, gate)
+        o = F.layer_norm(o.to(accumulator(o)), o.shape[-1:], eps=1e-5).to(v.dtype)     # each head by itself
+        y = self.o_proj(r * o.flatten(2))                                      # (B, T, D)
+        if mask is not None:
+            y = y.masked_fill(padding, 0.0)
+        return y, None if self.bidirectional else (conv_state, S)
+
+    def reserve(self, state, steps):
+        """The state with room for `steps` more in-place steps: a linear state never grows."""
+        return state
+
+
+def check_layer_call(layer, x, mask, state):
+    if x.dim() != 3 or x.shape[1] < 1 or x.shape[2] != layer.d_model:
+        raise ValueError(f"x must be (B, T ≥ 1, {layer.d_model}), not {tuple(x.shape)}")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
+        raise ValueError(f"mask must be bool {tuple(x.shape[:2])}, not {mask.dtype} {tuple(mask.shape)}")
+    if state is not None and layer.bidirectional:
+        raise ValueError("a bidirectional layer sees the whole sequence at once and takes no state")
+
+
+# ── 3  MetaLA ────────────────────────────────────────────────────────────────────────────────────────────────
+
+class MetaLA(LinearMixer):
+    """The MetaLA layer (paper Sec. 4, Eqs. 12-16; order of operations as in the authors' release).
+
+        x = SiLU(conv(x))                                       short convolution, kernel 4
+        q = x W_q    a = x W_a    v = x W_v    r = SiLU(x W_r + b_r)
+        α = σ(a)^(1/τ)    k = 1 − α                             the decay gives the key
+        S_t = diag(α_t) S_{t-1} + k_tᵀ v_t    o_t = s · q_t S_t
+        o += σ((q · (w_aug ⊙ k)) v)                             self-augmentation: the token's own value again
+        y = (r ⊙ norm(o)) W_o
+
+    d_model: width D. n_heads: H. d_key, d_value: total widths H·Dk (default D/2) and H·Dv (default D), each a
+    multiple of H. conv_size: 0 leaves convolution and SiLU out. tau: τ > 0. self_augment: the σ(…) term.
+    use_key: a key of its own, k = x W_k (the paper's "w/ key" ablation). bidirectional: convolution centred,
+    the operator run in both directions over the same q, a, v and added; for images, not for generation.
+    4D² parameters (4.5D² with key) + D·conv_size + D + D/2. The state is (conv (B, conv_size − 1, D), S (B, H, Dk, Dv)).
+
+    Call and mask: see LinearMixer. A document's first token with a = −1e4 would reset the state (README).
+    Raises ValueError for widths that H does not divide, τ ≤ 0, or an even conv_size when bidirectional.
+    """
+    open_gate = 1e4         # σ(1e4) = 1 exactly, in every dtype
+
+    def __init__(self, d_model, n_heads=8, d_key=None, d_value=None, conv_size=4, tau=16.0,
+                 self_augment=True, use_key=False, bidirectional=False):
+        d_key = d_model // 2 if d_key is None else d_key
+        d_value = d_model if d_value is None else d_value
+        super().__init__(d_model, n_heads, d_key, d_value, conv_size, bidirectional)
+        if not tau > 0:
+            raise ValueError(f"tau must be positive, not {tau}")
+        self.tau = tau
+        self.q_proj = project(d_model, d_key)
+        self.a_proj = project(d_model, d_key)
+        self.k_proj = project(d_model, d_key) if use_key else None
+        self.v_proj = project(d_model, d_value)
+        self.r_proj = project(d_model, d_value, bias=True)
+        self.w_aug = nn.Parameter(torch.zeros(d_key)) if self_augment else None
+
+    def inputs(self, x):
+        q, a, v = self.heads(self.q_proj(x)), self.heads(self.a_proj(x)), self.heads(self.v_proj(x))
+        k = None if self.k_proj is None else self.heads(self.k_proj(x))
+        return q, k, v, a, F.silu(self.r_proj(x))
+
+    def log_decay(self, a):
+        return F.logsigmoid(a.to(accumulator(a))) / self.tau                   # g = log α
+
+    def operator(self, q, k, v, a, S, in_place=False):
+        if k is None and runs_on_kernel(q):         # the kernel forms α and k in registers, from the logits
+            return import_kernel().metala_attention(q, a, v, self.tau, S, in_place=in_place)
+        return linear_attention(q, k, v, self.log_decay(a), S)
+
+    def augment(self, o, q, k, v, a):
+        if self.w_aug is None:
+            return o
+        k = -torch.expm1(self.log_decay(a)) if k is None else k
+        scalar = (q * self.heads(self.w_aug) * k).sum(-1, keepdim=True)        # (B, T, H, 1), in float32
+        return o + torch.sigmoid(scalar * v)
+
+
+# ── 4  The other families, in the same letters (paper Tables 1, A1-A3) ───────────────────────────────────────
+
+class Linear(LinearMixer):
+    """Linear attention: q = φ(x W_q), k = φ(x W_k), φ = 1 + elu, α = 1, r = 1. It adds and never forgets.
+    The per-head norm stands in for the denominator Σ_s q·k_s. 4D² parameters."""
+
+    def __init__(self, d_model, n_heads=8, conv_size=0, bidirectional=False):
+        super().__init__(d_model, n_heads, d_model, d_model, conv_size, bidirectional)
+        self.q_proj, self.k_proj, self.v_proj = (project(d_model, d_model) for _ in range(3))
+
+    def inputs(self, x):
+        q, k = (1 + F.elu(self.heads(proj(x))) for proj in (self.q_proj, self.k_proj))
+        return q, k, self.heads(self.v_proj(x)), torch.zeros_like(q), 1.0
+
+
+class RetNet(LinearMixer):
+    """RetNet: α = 1 − 2^(−5−h), fixed for head h = 0 … H − 1 (its rotation left out). r = SiLU(x W_r). 5D² parameters."""
+
+    def __init__(self, d_model, n_heads=8, conv_size=0, bidirectional=False):
+        super().__init__(d_model, n_heads, d_model, d_model, conv_size, bidirectional)
+        self.q_proj, self.k_proj, self.v_proj, self.r_proj = (project(d_model, d_model) for _ in range(4))
+
+    def inputs(self, x):
+        q, k, v = (self.heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        h = torch.arange(self.n_heads, device=x.device)
+        g = torch.log1p(-torch.exp2(-5.0 - h))[:, None].to(q.dtype).expand_as(q)       # (B, T, H, Dk)
+        return q, k, v, g, F.silu(self.r_proj(x))
+
+
+class GLA(LinearMixer):
+    """Gated linear attention: α = σ(x W¹ W² + b)^(1/16) with W¹W² of rank 16, a key of its own, r = SiLU(x W_r + b_r).
+    d_k = D/2, d_v = D: 4D² + 25.5D parameters."""
+
+    def __init__(self, d_model, n_heads=8, d_key=None, d_value=None, conv_size=0, bidirectional=False):
+        d_key = d_model // 2 if d_key is None else d_key
+        d_value = d_model if d_value is None else d_value
+        super().__init__(d_model, n_heads, d_key, d_value, conv_size, bidirectional)
+        self.q_proj, self.k_proj, self.v_proj = (project(d_model, d) for d in (d_key, d_key, d_value))
+        self.a_proj = nn.Sequential(project(d_model, 16), project(16, d_key, bias=True))
+        self.r_proj = project(d_model, d_value, bias=True)
+
+    def inputs(self, x):
+        q, k, v, a = (self.heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj, self.a_proj))
+        return q, k, v, F.logsigmoid(a.to(accumulator(a))) / 16, F.silu(self.r_proj(x))
+
+
+class SSM(LinearMixer):
+    """A selective state space model with Mamba-2's scalar decay per head: q = x W_C, k = Δ·x W_B, v = x,
+    α = exp(Δ A), Δ = softplus(x W_Δ + b), A < 0 learned per head; r = SiLU(x W_r), as in Mamba's block.
+    State size N per channel, W_B and W_C shared by the heads: 2D² + D(2N + H) + 2H parameters."""
+
+    def __init__(self, d_model, n_heads=8, d_state=16, conv_size=0, bidirectional=False):
+        super().__init__(d_model, n_heads, d_state * n_heads, d_model, conv_size, bidirectional)
+        self.c_proj, self.b_proj = project(d_model, d_state), project(d_model, d_state)
+        self.dt_proj = project(d_model, n_heads, bias=True)
+        self.r_proj = project(d_model, d_model)
+        self.log_A = nn.Parameter(torch.linspace(1.0, 16.0, n_heads).log())
+        with torch.no_grad():       # time steps Δ from 0.001 to 0.1 over the heads, as Mamba starts
+            self.dt_proj.bias.copy_(torch.logspace(-3, -1, n_heads).expm1().log())
+
+    def inputs(self, x):
+        dt = F.softplus(self.dt_proj(x).to(accumulator(x)))[..., None]         # (B, T, H, 1)
+        q = self.c_proj(x)[:, :, None].expand(-1, -1, self.n_heads, -1)        # (B, T, H, N)
+        k = dt.to(q.dtype) * self.b_proj(x)[:, :, None]                        # (B, T, H, N)
+        g = (-self.log_A.exp()[:, None] * dt).expand_as(q)                     # (B, T, H, N)
+        return q, k, self.heads(x.to(q.dtype)), g, F.silu(self.r_proj(x))
+
+
+class HGRN(LinearMixer):
+    """HGRN, a gated linear RNN with input gate 1 − α: q = 1, v = SiLU(x W_v), α = σ(x W_a + b), r = SiLU(x W_r + b_r).
+    The state is a vector, h_t = α_t ⊙ h_{t-1} + (1 − α_t) ⊙ v_t, (B, H, D/H). 4D² + 2D parameters."""
+
+    def __init__(self, d_model, n_heads=8, conv_size=0, bidirectional=False):
+        super().__init__(d_model, n_heads, d_model, d_model, conv_size, bidirectional)
+        self.a_proj, self.r_proj = project(d_model, d_model, bias=True), project(d_model, d_model, bias=True)
+        self.v_proj = project(d_model, d_model)
+
+    def inputs(self, x):
+        v, g = F.silu(self.v_proj(x)), F.logsigmoid(self.a_proj(x).to(accumulator(x)))
+        return None, None, self.heads(v), self.heads(g), F.silu(self.r_proj(x))
+
+    def operator(self, q, k, v, g, h, in_place=False):
+        """log₂ T sweeps; after each, entry t holds the sum over twice as many steps up to t."""
+        dtype, v, alpha = v.dtype, -torch.expm1(g) * v, g.exp()                # (B, T, H, d)
+        if h is not None:
+            v = torch.cat([v[:, :1] + alpha[:, :1] * h[:, None], v[:, 1:]], 1)
+        span = 1
+        while span < v.shape[1]:
+            v = torch.cat([v[:, :span], v[:, span:] + alpha[:, span:] * v[:, :-span]], 1)
+            alpha = torch.cat([alpha[:, :span], alpha[:, span:] * alpha[:, :-span]], 1)
+            span *= 2
+        return v.to(dtype), v[:, -1]
+
+
+class Attention(nn.Module):
+    """Softmax attention, o_t = softmax(s · q_t Kᵀ) V, with rotary positions. Quadratic, and its memory is a KV cache.
+
+    Called like LinearMixer. A token's position is the number of real tokens before it, so that padding and
+    streaming are exact. The state is (conv, K (B, L, H, d), V, real (B, L) bool, used (B,)). 4D² parameters.
+    """
+
+    def __init__(self, d_model, n_heads=8, conv_size=0, bidirectional=False):
+        super().__init__()
+        if n_heads < 1 or d_model % (2 * n_heads):
+            raise ValueError(f"attention needs an even head width: d_model = {d_model} is not a multiple of "
+                             f"2 · n_heads = {2 * n_heads}")
+        self.d_model, self.n_heads, self.bidirectional = d_model, n_heads, bidirectional
+        self.conv = ShortConv(d_model, conv_size, bidirectional)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (project(d_model, d_model) for _ in range(4))
+
+    @staticmethod
+    def rotate(x, position):
+        """Turns the pair (x_i, x_{i+d/2}) by the angle position · 10000^(−2i/d)."""
+        half = x.shape[-1] // 2
+        frequency = 10000.0 ** (-torch.arange(half, device=x.device) / half)
+        angle = (position[..., None].float() * frequency)[:, :, None]          # (B, T, 1, d/2)
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        x1, x2 = x.chunk(2, -1)
+        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+
+    def forward(self, x, mask=None, state=None, in_place=False):
+        check_layer_call(self, x, mask, state)
+        B, T, _ = x.shape
+        conv_state, K, V, past, used = state or (None,) * 5
+        if mask is not None:
+            x = x.masked_fill(~mask[..., None], 0.0)
+        x, conv_state = self.conv(x, mask, conv_state)
+        q, k, v = (proj(x).unflatten(-1, (self.n_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        real = torch.ones(B, T, dtype=torch.bool, device=x.device) if mask is None else mask
+        position = (real.cumsum(1) - 1).clamp(min=0)                           # (B, T)
+        if state is not None:
+            position = position + past.sum(1, keepdim=True)
+        q, k = self.rotate(q, position), self.rotate(k, position)
+
+        if state is None:
+            K, V, keys, used = k, v, real, torch.full((B,), T, device=x.device)
+            at = torch.arange(T, device=x.device)                              # (T,), where these tokens lie in K
+        elif in_place:
+            at = used[0] + torch.arange(T, device=x.device)
+            K, V, keys = K.index_copy_(1, at, k), V.index_copy_(1, at, v), past.index_copy_(1, at, real)
+            used = used + T
+        else:
+            at = K.shape[1] + torch.arange(T, device=x.device)
+            K, V, keys = torch.cat([K, k], 1), torch.cat([V, v], 1), torch.cat([past, real], 1)
+            used = torch.full_like(used, K.shape[1])
+
+        if state is None and mask is None:
+            allowed, causal = None, not self.bidirectional
+        else:                           # a key must be real and not later; each token sees itself, so no row is empty
+            slot, causal = torch.arange(K.shape[1], device=x.device), False
+            allowed = keys[:, None, :] | (slot == at[:, None])                 # (B, T, L)
+            if not self.bidirectional:
+                allowed = allowed & (slot <= at[:, None])
+            allowed = allowed[:, None]                                         # (B, 1, T, L)
+        o = F.scaled_dot_product_attention(*(z.transpose(1, 2) for z in (q, K, V)), attn_mask=allowed, is_causal=causal)
+        y = self.o_proj(o.transpose(1, 2).flatten(2))                          # (B, T, D)
+        if mask is not None:
+            y = y.masked_fill(~mask[..., None], 0.0)
+        return y, None if self.bidirectional else (conv_state, K, V, keys, used)
+
+    def reserve(self, state, steps):
+        """A copy of the cache with `steps` empty places, for in-place steps."""
+        conv, K, V, real, used = state
+        return conv, F.pad(K, (0, 0, 0, 0, 0, steps)), F.pad(V, (0, 0, 0, 0, 0, steps)), F.pad(real, (0, steps)), used
+
+
+MIXERS = {"attention": Attention, "linear": Linear, "retnet": RetNet, "gla": GLA, "ssm": SSM, "hgrn": HGRN,
+          "metala": MetaLA}
+
+
+# ── 5  The network ───────────────────────────────────────────────────────────────────────────────────────────
+
+class GLU(nn.Module):
+    """GLU(x) = (SiLU(x W₁) ⊙ x W₂) W₃, the channel mixer. 3 · d_model · d_ff parameters."""
+
+    def __init__(self, d_model, d_ff):
+        super().__init__()
+        self.w1, self.w2, self.w3 = project(d_model, d_ff), project(d_model, d_ff), project(d_ff, d_model)
+
+    def forward(self, x):
+        return self.w3(F.silu(self.w1(x)) * self.w2(x))
+
+
+class Block(nn.Module):
+    """x += mixer(norm(x)), x += GLU(norm(x)), dropout after each. Called as block(x, mask, state) → x, state.
+
+    mixer: a name in MIXERS, the options go to its class. d_ff: GLU width, default 2.75 · d_model rounded up to a
+    multiple of 8, which gives the release's 2816 at 1024. Raises ValueError for an unknown mixer.
+    """
+
+    def __init__(self, d_model, n_heads, mixer="metala", d_ff=None, dropout=0.0, **mixer_options):
+        super().__init__()
+        if mixer not in MIXERS:
+            raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, not {mixer!r}")
+        d_ff = math.ceil(2.75 * d_model / 8) * 8 if d_ff is None else d_ff
+        self.mixer = MIXERS[mixer](d_model, n_heads, **mixer_options)
+        self.glu = GLU(d_model, d_ff)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x, mask=None, state=None, in_place=False):
+        y, state = self.mixer(rms_norm(x), mask, state, in_place)
+        x = x + self.dropout(y)
+        return x + self.dropout(self.glu(rms_norm(x))), state
+
+
+class Backbone(nn.Module):
+    """n_layers blocks and a final norm: embeddings (B, T, D) in, features (B, T, D) and one state a layer out."""
+
+    def __init__(self, d_model, n_layers, n_heads, mixer="metala", d_ff=None, dropout=0.0, **mixer_options):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(d_model, n_heads, mixer, d_ff, dropout, **mixer_options)
+                                    for _ in range(n_layers))
+
+    def forward(self, x, mask=None, states=None, in_place=False):
+        if states is not None and len(states) != len(self.blocks):
+            raise ValueError(f"{len(self.blocks)} layers need as many states, not {len(states)}")
+        new_states = []
+        for i, block in enumerate(self.blocks):
+            x, state = block(x, mask, states[i] if states is not None else None, in_place)
+            new_states.append(state)
+        return rms_norm(x), new_states
+
+    def reserve(self, states, steps):
+        return [block.mixer.reserve(state, steps) for block, state in zip(self.blocks, states)]
+
+
+class LanguageModel(nn.Module):
+    """Tokens (B, T) in, logits (B, T, vocab_size) out: model(tokens, mask=None, states=None) → logits, states.
+
+    tie: the head shares the embedding's weights. Other arguments: Block. Embeddings start as N(0, 1/d_model).
+    """
+
+    def __init__(self, vocab_size, d_model, n_layers, n_heads, mixer="metala", d_ff=None, dropout=0.0, tie=False,
+                 **mixer_options):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, d_model)
+        nn.init.normal_(self.embed.weight, std=d_model ** -0.5)
+        self.drop = nn.Dropout(dropout)
+        self.body = Backbone(d_model, n_layers, n_heads, mixer, d_ff, dropout, **mixer_options)
+        self.head = project(d_model, vocab_size)
+        if tie:
+            self.head.weight = self.embed.weight
+
+    def features(self, tokens, mask=None, states=None, in_place=False):
+        """The last layer's normed features (B, T, D) and the states: for losses that need logits at few places."""
+        if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"tokens must be integers (B, T), not {tokens.dtype} {tuple(tokens.shape)}")
+        return self.body(self.drop(self.embed(tokens)), mask, states, in_place)
+
+    def forward(self, tokens, mask=None, states=None):
+        x, states = self.features(tokens, mask, states)
+        return self.head(x), states
+
+    @torch.no_grad()
+    def generate(self, prompt, max_new_tokens, temperature=1.0, top_k=None, mask=None):
+        """Continues prompt (B, T0 ≥ 1) by max_new_tokens; returns both, (B, T0 + max_new_tokens).
+
+        Prompts of unequal length are padded on the left, mask (B, T0) True at real tokens. temperature 0 takes the
+        likeliest token; top_k draws among the k likeliest. Draws come from torch's global generator. Memory and
+        time per token stay constant, except for attention's cache. Raises ValueError for arguments out of range.
+        """
+        if prompt.dim() != 2 or prompt.shape[1] < 1:
+            raise ValueError(f"prompt must be (B, T0 ≥ 1), not {tuple(prompt.shape)}")
+        if max_new_tokens < 0 or temperature < 0 or (top_k is not None and top_k < 1):
+            raise ValueError(f"max_new_tokens ≥ 0, temperature ≥ 0 and top_k ≥ 1 expected, not "
+                             f"{max_new_tokens}, {temperature}, {top_k}")
+        if mask is not None and not mask[:, -1].all():
+            raise ValueError("pad prompts on the left: mask must be True in its last column")
+        training = self.training
+        self.eval()
+        try:
+            tokens = [prompt]
+            x, states = self.features(prompt, mask) if max_new_tokens else (None, [])
+            states = self.body.reserve(states, max_new_tokens)
+            for i in range(max_new_tokens):
+                logits = self.head(x[:, -1]).float()                           # (B, vocab)
+                if temperature == 0:
+                    token = logits.argmax(-1, keepdim=True)                    # (B, 1)
+                else:
+                    if top_k is not None:
+                        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                        logits = logits.masked_fill(logits < least, -math.inf)
+                    token = torch.multinomial((logits / temperature).softmax(-1), 1)
+                tokens.append(token)
+                if i + 1 < max_new_tokens:
+                    x, states = self.features(token, states=states, in_place=True)
+            return torch.cat(tokens, 1)
+        finally:
+            self.train(training)
+
+    @classmethod
+    def load_official(cls, state_dict, n_heads):
+        """The model of a checkpoint released by the authors, whose names are translated and nothing else.
+
+        n_heads is not in the shapes: a checkpoint folder's config.json calls it decoder_attention_heads.
+        Raises ValueError naming a tensor that is missing, surplus or of the wrong shape.
+        """
+        names = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
+        layers = {int(name.split(".")[2]) for name in state_dict
+                  if name.startswith("model.layers.") and name.split(".")[2].isdigit()}
+        for i in range(max(layers, default=0) + 1):
+            ours, theirs = f"body.blocks.{i}", f"model.layers.{i}"
+            for a, b in {"q_proj.weight": "q_proj.weight", "a_proj.weight": "k_gate.weight",
+                         "v_proj.weight": "v_proj.weight", "r_proj.weight": "g_proj.weight",
+                         "r_proj.bias": "g_proj.bias", "o_proj.weight": "out_proj.weight",
+                         "w_aug": "aug_balance", "conv.weight": "conv1d.weight"}.items():
+                names[f"{ours}.mixer.{a}"] = f"{theirs}.token_mixer.{b}"
+            for a, b in {"w1": "l1", "w2": "l2", "w3": "l3"}.items():
+                names[f"{ours}.glu.{a}.weight"] = f"{theirs}.channel_mixer.{b}.weight"
+        for problem, found in (("missing", set(names.values()) - set(state_dict)),
+                               ("surplus", set(state_dict) - set(names.values()))):
+            if found:
+                raise ValueError(f"official checkpoint: {problem} tensor {sorted(found)[0]} ({len(found)} in all)")
+        mixer, glu = "model.layers.0.token_mixer", "model.layers.0.channel_mixer"
+        vocab_size, d_model = state_dict["model.embed_tokens.weight"].shape
+        model = cls(vocab_size, d_model, len(layers), n_heads, d_ff=state_dict[f"{glu}.l1.weight"].shape[0],
+                    d_key=state_dict[f"{mixer}.q_proj.weight"].shape[0],
+                    d_value=state_dict[f"{mixer}.v_proj.weight"].shape[0],
+                    conv_size=state_dict[f"{mixer}.conv1d.weight"].shape[-1])
+        for ours, parameter in model.named_parameters():
+            given = state_dict[names[ours]].shape
+            if given != parameter.shape:
+                raise ValueError(f"official checkpoint: {names[ours]} is {tuple(given)}, expected {tuple(parameter.shape)}")
+        model.load_state_dict({ours: state_dict[theirs] for ours, theirs in names.items()})
+        return model
+
+
+# ── 6  A demo ────────────────────────────────────────────────────────────────────────────────────────────────
+
+def demo():
+    """The forms agree; the state beside a KV cache; one map of each kind."""
+    torch.manual_seed(0)
+    B, T, H, Dk, Dv = 2, 200, 4, 16, 32
+    q, a, v = (torch.randn(B, T, H, d, dtype=torch.float64) for d in (Dk, Dk, Dv))
+    g = F.logsigmoid(a) / 16
+    o, S = linear_attention(q, None, v, g, form="recurrent")
+    print(f"One operator, three computations (B={B}, T={T}, H={H}, Dk={Dk}, Dv={Dv}, float64), against the loop:")
+    for form in ("parallel", "chunkwise"):
+        o2, S2 = linear_attention(q, None, v, g, form=form)
+        print(f"  {form:10} o differs by {(o - o2).abs().max():.1e}, the final state by {(S - S2).abs().max():.1e}")
+
+    print("\nWhat one layer of width 1024 with 8 heads remembers, in numbers per sequence:")
+    layer = MetaLA(1024)
+    _, state = layer(torch.randn(1, 5, 1024))
+    size = sum(z.numel() for z in state)
+    for length in (1_000, 10_000, 100_000):
+        print(f"  after {length:7,} tokens   MetaLA {size:,}   KV cache {2 * 1024 * length:11,}")
+
+    T = 24
+    q, k = torch.randn(1, T, 1, Dk), torch.randn(1, T, 1, Dk)
+    g = F.logsigmoid(2 * torch.randn(1, T, 1, Dk)) / 4
+    later = torch.ones(T, T, dtype=torch.bool).triu(1)
+    softmax = (q[0, :, 0] @ k[0, :, 0].T * Dk ** -0.5).masked_fill(later, -math.inf).softmax(-1)
+    metala = attention_map(q, None, g)[0, 0].abs()
+    print("\nWho looks at whom: rows are tokens, columns the tokens before them; right, the row's entropy in bits")
+    print(f"  {'softmax':{T + 8}}MetaLA, |LinAttMap|: recent tokens weigh more, no row is forced to sum to 1")
+    for row, other in zip(softmax, metala):
+        print("  " + "   ".join(heat(w) for w in (row, other)))
+
+
+def heat(weights):
+    """A row of weights as shades, darkest at its largest, and the entropy of the row as a distribution."""
+    shades = (4 * weights / weights.max()).round().int().tolist()
+    p = weights / weights.sum()
+    return "".join(" ░▒▓█"[i] for i in shades) + f" {-(p * (p + 1e-20).log2()).sum():4.1f}"
+
+
+if __name__ == "__main__":
+    demo()
