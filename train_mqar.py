@@ -9,9 +9,8 @@
 A run leaves log.jsonl and checkpoint.pt in --out. Ctrl-C evaluates, saves and stops; the same
 command with --resume continues as if nothing had happened.
 
-Reading order: the tasks, then `evaluate` and `train`; the plumbing between them can wait.
+Reading order: the tasks, then from `build_model` down; the part in between can wait.
 """
-
 import argparse
 import contextlib
 import functools
@@ -37,8 +36,8 @@ except ImportError:  # Windows has no flock: there, two runs in one folder go un
     fcntl = None
 
 SCRIPT = "train_mqar"
-LAPTOP = dict(length=64, pairs=8, vocab=256, examples=0, test_examples=1000, d_model=64, layers=2,
-              heads=2, tie=False, dropout=0.0, steps=1000, batch=64, lr=5e-3, warmup=100,
+LAPTOP = dict(length=64, pairs=8, vocab=256, examples=0, test_examples=500, d_model=64, layers=2,
+              heads=2, tie=True, dropout=0.0, steps=1000, batch=64, lr=5e-3, warmup=100,
               weight_decay=0.1, eval_every=50)
 
 
@@ -46,7 +45,7 @@ def paper(length, pairs, batch):
     """The paper's settings, which are Zoology's: 64 epochs over the same 100,000 examples."""
     epoch = 100_000 // batch
     return dict(length=length, pairs=pairs, vocab=8192, examples=100_000, test_examples=3000,
-                tie=True, dropout=0.1, steps=64 * epoch, batch=batch, warmup=epoch,
+                tie=True, dropout=0.1, steps=64 * epoch, batch=batch, lr=2.2e-3, warmup=epoch,
                 eval_every=epoch)
 
 
@@ -55,42 +54,28 @@ PRESETS = {"laptop": LAPTOP, "64": paper(64, 4, 512), "128": paper(128, 8, 512),
 SWEEP = [1e-4, 4.6e-4, 2.2e-3, 1e-2]  # logspace(-4, -2, 4)
 
 
-# ---------------------------------------------------------------------------------------------
-# The tasks. Each makes `n` examples at once from a numpy generator, and nothing else is random.
-# ---------------------------------------------------------------------------------------------
+# ── The tasks: each makes n examples at once, and draws from the generator it is given only ──────
 
 class Examples(NamedTuple):
-    """T tokens with N questions each. The loss and the accuracy see only the questions."""
+    """T tokens with N questions each. Loss and accuracy see the questions and nothing else."""
     tokens: np.ndarray    # (n, T)
     where: np.ndarray     # (n, N)  positions at which the model must answer
-    answer: np.ndarray    # (n, N)  the token it must predict there
-    distance: np.ndarray  # (n, N)  how far back the answer's source lies
-
-
-def distinct(rng, n, count, low, high):
-    """`count` different numbers out of low..high-1 for each of `n` rows, in random order.
-
-    Floyd's algorithm for all rows at once: step i draws from one number more than the step before,
-    and takes that new number where the draw is already in the set. It draws nothing in vain, so
-    it is as fast for 120 out of 127 as for 64 out of 4095. The order needs a shuffle of its own.
-    """
-    picks = np.empty((count, n), dtype=np.int32)
-    for i, top in enumerate(range(high - low - count, high - low)):
-        draw = rng.integers(0, top + 1, size=n, dtype=np.int32)
-        picks[i] = np.where((picks[:i] == draw).any(0), top, draw)
-    return low + rng.permuted(picks, axis=0).T                               # (n, count)
+    answer: np.ndarray    # (n, N)  the token that it must predict there
+    distance: np.ndarray  # (n, N)  how far back the question's key stands
 
 
 def mqar(rng, n, T, N, vocab, filler):
-    """Multi-query associative recall, laid out as in Zoology: N pairs, then each key once again.
+    """Multi-query associative recall, laid out as in Zoology: N pairs, then each key once more.
 
         position    0    1    2    3    4    5    6    7    8    9   10   11
-        token      17  203   90  131    0    0   90    0    0    0   17    0
-                  key  val  key  val            query             query
-        answer      .    .    .    .    .    .  131    .    .    .  203    .
+        key        17        90
+        value          203       131
+        query                                    90                  17
+        filler                             0    0         0    0    0         0
+        answer                                  131                 203
 
     Keys come from the lower half of the vocabulary, values from the upper half. Query i stands at
-    2N + 2 gap_i; gap = 0, 1, 2, ... is drawn with weight (gap + 1)^-0.99: mostly soon, at times late.
+    2N + 2·gap_i, where gap = 0, 1, 2, … is drawn with weight (gap + 1)^-0.99 and without repeats.
     """
     half, gaps = vocab // 2, (T - 2 * N) // 2
     if 4 * N > T:
@@ -99,59 +84,71 @@ def mqar(rng, n, T, N, vocab, filler):
         raise ValueError(f"{N} different keys need --vocab {2 * N + 2} or more, not {vocab}")
     keys, values = distinct(rng, n, N, 1, half), distinct(rng, n, N, half, vocab)
 
-    # An exponential race is a weighted draw without replacement: the first N to arrive, in order.
+    # An exponential race is a weighted draw without repeats: the first N to arrive, in order.
     weight = np.arange(1, gaps + 1, dtype=np.float32) ** -0.99
     arrival = rng.standard_exponential((n, gaps), dtype=np.float32) / weight
     where = 2 * N + 2 * np.argsort(arrival, axis=1)[:, :N]                   # (n, N)
 
-    tokens = background(rng, n, T, 0, vocab, filler)
+    tokens = background(rng, n, T, 0, vocab, filler)                         # (n, T)
     tokens[:, 0:2 * N:2], tokens[:, 1:2 * N:2] = keys, values
     np.put_along_axis(tokens, where, keys, axis=1)
     return Examples(tokens, where, values, where - np.arange(0, 2 * N, 2))
 
 
 def needle(rng, n, T, N, vocab, filler):
-    """A passkey of N tokens, hidden after a marker at a random depth, asked for at the end.
+    """A passkey of N tokens, hidden behind a marker at a random depth, asked for at the end.
 
         position    0    1    2    3    4    5    6    7    8    9   10   11
-        token      33   71   12    1  207  144  181   90   64    2  207  144
-                 fill fill fill HIDE  key  key  key fill fill  ASK  key  key
-        answer      .    .    .    .    .    .    .    .    .  207  144  181
+        filler     33   71   12                       90   64
+        passkey                   HIDE 207  144  181
+        question                                                ASK 207  144
+        answer                                                  207 144  181
 
-    Filler comes from the lower half of the vocabulary, passkeys (without repeats) from the upper.
+    Filler comes from the lower half of the vocabulary, the passkey from the upper, no token twice.
     """
     HIDE, ASK, half = 1, 2, vocab // 2
     if 2 * N + 1 > T:
         raise ValueError(f"a passkey of {N} tokens needs --length {2 * N + 1} or more, not {T}")
     if half < max(N, 4):
-        raise ValueError(f"a passkey of {N} tokens needs --vocab {max(2 * N, 8)} or more, not {vocab}")
-    tokens = background(rng, n, T, 3, half, filler)
+        raise ValueError(f"a passkey of {N} needs --vocab {max(2 * N, 8)} or more, not {vocab}")
+    tokens = background(rng, n, T, 3, half, filler)                          # (n, T)
     passkey = distinct(rng, n, N, half, vocab)                               # (n, N)
     depth = rng.integers(0, T - 2 * N, size=(n, 1))                          # (n, 1)
     hidden = depth + 1 + np.arange(N)                                        # (n, N)
     where = np.broadcast_to(np.arange(T - N, T), (n, N))
     np.put_along_axis(tokens, depth, HIDE, axis=1)
     np.put_along_axis(tokens, hidden, passkey, axis=1)
-    tokens[:, T - N] = ASK
-    tokens[:, T - N + 1:] = passkey[:, :-1]
+    tokens[:, T - N], tokens[:, T - N + 1:] = ASK, passkey[:, :-1]
     return Examples(tokens, where, passkey, where + 1 - hidden)
-
-
-def background(rng, n, T, low, high, filler):
-    """Filler for the positions that no task rule covers: token 0, or tokens at random."""
-    if filler == "zero":
-        return np.zeros((n, T), dtype=np.int32)
-    return rng.integers(low, high, size=(n, T), dtype=np.int32)
 
 
 TASKS = {"mqar": mqar, "needle": needle}
 
 
-# ---------------------------------------------------------------------------------------------
-# Shared by the four scripts: arguments, device, run folder, checkpoint, signals, optimiser.
-# ---------------------------------------------------------------------------------------------
+def distinct(rng, n, count, low, high):
+    """`count` different numbers from low … high-1 for each of n rows, in random order.
 
-MAY_CHANGE = {"resume", "out", "device", "compile", "eval_every"}  # when a run is resumed
+    Floyd's algorithm on all rows at once: each step draws from one number more than the step
+    before, and takes that new number if the draw is already in the row. No draw is wasted, so it
+    takes 60 of 64 numbers as fast as 60 of 4095. The order needs a shuffle of its own.
+    """
+    picks = np.empty((count, n), dtype=np.int32)
+    for i, top in enumerate(range(high - low - count, high - low)):
+        draw = rng.integers(0, top + 1, size=n, dtype=np.int32)
+        picks[i] = np.where((picks[:i] == draw).any(axis=0), top, draw)
+    return low + rng.permuted(picks, axis=0).T                               # (n, count)
+
+
+def background(rng, n, T, low, high, filler):
+    """What stands where a task puts nothing: token 0, or random tokens from low … high-1."""
+    if filler == "zero":
+        return np.zeros((n, T), dtype=np.int32)
+    return rng.integers(low, high, size=(n, T), dtype=np.int32)
+
+
+# ── Shared by the four scripts: arguments, device, run folder, checkpoint, signals, optimiser ────
+
+MAY_CHANGE = {"preset", "resume", "out", "device", "compile", "eval_every", "until"}  # on --resume
 
 
 def fail(message):
@@ -160,7 +157,7 @@ def fail(message):
 
 
 def at_least(low, kind=int):
-    """An argparse type: a number not below `low`."""
+    """An argparse type: a finite number, `low` or more."""
     def number(text):
         value = kind(text)
         if not low <= value < math.inf:
@@ -176,7 +173,7 @@ def common_flags():
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = fail
     add = parser.add_argument
-    add("--preset", default="laptop", choices=PRESETS, help="values for flags you do not give")
+    add("--preset", default="laptop", choices=PRESETS, help="values for the flags not given")
     add("--mixer", default="metala", choices=MIXERS, help="token mixer")
     add("--d-model", type=at_least(1), help="model width D")
     add("--layers", type=at_least(1), help="number of blocks")
@@ -188,10 +185,8 @@ def common_flags():
     add("--weight-decay", type=at_least(0, float), help="of AdamW, on matrices only")
     add("--eval-every", type=at_least(1), help="steps between evaluations (and checkpoints)")
     add("--seed", type=at_least(0), default=0, help="of weights, data and dropout")
-    add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"],
-        help="auto is cuda if there, else cpu")
-    add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"],
-        help="of autocast; the weights stay float32")
+    add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run")
+    add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="autocast's")
     add("--compile", action="store_true", help="torch.compile the training step")
     add("--out", type=Path, default=f"runs/{SCRIPT}", help="run folder")
     add("--resume", action="store_true", help="continue the run in --out; same flags otherwise")
@@ -199,8 +194,8 @@ def common_flags():
 
 
 def parse(parser, argv):
-    """A preset changes defaults, so that a flag given by hand always wins."""
-    parser.set_defaults(**PRESETS["laptop"])
+    """A preset only changes defaults, so a flag given by hand always wins."""
+    parser.set_defaults(**LAPTOP)
     parser.set_defaults(**PRESETS[parser.parse_args(argv).preset])
     return parser.parse_args(argv)
 
@@ -215,6 +210,12 @@ def choose_device(args):
         fail(f"--device {name}: not on this machine, or not in this build of torch")
     print(f"device {name} ({reason}), dtype {args.dtype}")
     return torch.device(name)
+
+
+def autocast(args, device):
+    """16-bit matrix products if --dtype asks for them; nothing for float32."""
+    dtype = getattr(torch, args.dtype)
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 @contextlib.contextmanager
@@ -240,10 +241,10 @@ def run_folder(args):
 @contextlib.contextmanager
 def caught_signals():
     """A list that receives SIGINT or SIGTERM, for the loop to look at. A second one kills."""
-    caught = []
     def catch(number, frame):
         caught.append(number)
         signal.signal(number, before[number])
+    caught = []
     before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield caught
@@ -268,7 +269,7 @@ def save_checkpoint(args, model, optimizer, scaler, **progress):
 
 
 def load_checkpoint(args, model, optimizer, scaler):
-    """Restore what `save_checkpoint` wrote and return it; the log is cut back to that step."""
+    """Put back what `save_checkpoint` saved, and return it; cut the log back to that step."""
     path, log = args.out / "checkpoint.pt", args.out / "log.jsonl"
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -276,7 +277,7 @@ def load_checkpoint(args, model, optimizer, scaler):
     except FileNotFoundError:
         fail(f"--resume: there is no {path}")
     except Exception:  # torch.load raises many kinds; all mean the same to the user
-        fail(f"--resume: {path} is truncated, or not a checkpoint")
+        fail(f"--resume: {path} is truncated, or not a checkpoint of this script")
     if script != SCRIPT:
         fail(f"--resume: {path} is a checkpoint of {script}")
     for name, value in vars(args).items():
@@ -296,36 +297,24 @@ def load_checkpoint(args, model, optimizer, scaler):
 
 
 def write_log(args, **line):
-    """Append one JSON line; ahead of the first goes one with the arguments and versions."""
+    """Append one JSON line; the first of a file follows one with the arguments and versions."""
     path = args.out / "log.jsonl"
-    new = not path.exists()
+    lines = [line]
+    if not path.exists():
+        versions = dict(python=platform.python_version(), torch=torch.__version__)
+        lines.insert(0, dict(args=vars(args), **versions))
     with open(path, "a") as file:
-        if new:
-            versions = dict(python=platform.python_version(), torch=torch.__version__)
-            print(json.dumps(dict(args=vars(args), **versions), default=str), file=file)
-        print(json.dumps(line), file=file)
+        file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
 
 
 def make_optimizer(model, args):
-    """AdamW. Only weight matrices decay: an embedding row that is rarely seen would just fade."""
+    """AdamW. Only weight matrices decay: the embedding of a rare token would just fade away."""
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    is_matrix = {p: p.ndim > 1 and p not in embeddings for p in model.parameters()}
-    groups = [dict(params=[p for p in is_matrix if is_matrix[p]], weight_decay=args.weight_decay),
-              dict(params=[p for p in is_matrix if not is_matrix[p]], weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=args.lr, fused=True)
-
-
-def autocast(args, device):
-    """16-bit matrix products where --dtype asks for them; nothing for float32."""
-    dtype = getattr(torch, args.dtype)
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-
-
-def check_finite(loss, step):
-    if not math.isfinite(loss):
-        raise FloatingPointError(f"the loss is {loss} at step {step}: stopped, and the checkpoint "
-                                 "of the last evaluation kept; try a lower --lr")
-    return loss
+    groups = {True: [], False: []}
+    for p in model.parameters():
+        groups[p.ndim > 1 and p not in embeddings].append(p)
+    return torch.optim.AdamW([dict(params=groups[True], weight_decay=args.weight_decay),
+                              dict(params=groups[False], weight_decay=0.0)], fused=True)
 
 
 def learning_rate(step, args):
@@ -335,26 +324,33 @@ def learning_rate(step, args):
     return args.lr * (1 + math.cos(math.pi * (step - args.warmup) / (args.steps - args.warmup))) / 2
 
 
-# ---------------------------------------------------------------------------------------------
-# Plain PyTorch from here on: data on the device, model, evaluation, training.
-# ---------------------------------------------------------------------------------------------
+def check_finite(loss, step):
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss is {loss} at step {step}; the last good checkpoint is "
+                                 "kept; a lower --lr or another --dtype may help")
+    return loss
+
+
+# ── Plain PyTorch from here on: data on the device, model, evaluation, training ──────────────────
 
 TRAIN, TEST, ORDER = 0, 1, 2  # random streams: every generator is seeded with [seed, stream, index]
 
 
-def make_examples(args, device, stream, index, n, length=None):
+def make_examples(args, device, stream, index, n, length):
     """Examples as tensors on the device: a pure function of (seed, stream, index)."""
     rng = np.random.default_rng([args.seed, stream, index])
-    length = length or args.length
-    made = TASKS[args.task](rng, n, length, args.pairs, args.vocab, args.filler)
+    try:
+        made = TASKS[args.task](rng, n, length, args.pairs, args.vocab, args.filler)
+    except ValueError as error:
+        fail(error)
     return Examples(*(torch.from_numpy(np.array(x, np.int64)).to(device) for x in made))
 
 
 def training_batches(args, device):
     """A function of the step alone, so that a resumed run continues the same data."""
     if args.examples == 0:  # fresh examples in every step
-        return lambda step: make_examples(args, device, TRAIN, step, args.batch)
-    data = make_examples(args, device, TRAIN, 0, args.examples)
+        return lambda step: make_examples(args, device, TRAIN, step, args.batch, args.length)
+    data = make_examples(args, device, TRAIN, 0, args.examples, args.length)
     per_epoch = args.examples // args.batch
 
     @functools.lru_cache(1)
@@ -370,14 +366,12 @@ def training_batches(args, device):
 
 
 def build_model(args):
-    """Two blocks and a head. Queries and keys are as wide as the model, as in the paper's MQAR."""
-    options = dict(conv_size=args.conv)
-    if args.mixer in ("metala", "gla"):
-        options.update(d_key=args.d_model, d_value=args.d_model)
-    options.update(args.option)
+    """In the paper's MQAR, MetaLA's and GLA's queries and keys are as wide as the model."""
+    wide = dict(d_key=args.d_model, d_value=args.d_model)
+    options = dict(conv_size=args.conv, **(wide if args.mixer in ("metala", "gla") else {}))
     try:
         model = LanguageModel(args.vocab, args.d_model, args.layers, args.heads, args.mixer,
-                              d_ff=2 * args.d_model, tie=args.tie, **options)
+                              d_ff=2 * args.d_model, tie=args.tie, **options | dict(args.option))
     except (ValueError, TypeError) as error:
         fail(error)
     model.drop.p = args.dropout  # after the embedding and nowhere else
@@ -385,14 +379,14 @@ def build_model(args):
 
 
 def answer_logits(model, tokens, where):
-    """Logits at the questions only: over all positions they would cost more than the model."""
+    """Logits at the questions only: at all positions they would cost more than the model."""
     x, _ = model.features(tokens)                                            # (B, T, D)
     return model.head(x.take_along_dim(where[..., None], 1)).float()         # (B, N, vocab)
 
 
 @torch.no_grad()
 def evaluate(model, examples, args):
-    """The mean loss, and which answers are right: (n, N) bool."""
+    """The mean loss, the accuracy, and which answers are right: (n, N) bool."""
     model.eval()
     loss, right = 0.0, []
     for tokens, where, answer, _ in zip(*(x.split(args.batch) for x in examples)):
@@ -401,7 +395,8 @@ def evaluate(model, examples, args):
         loss += F.cross_entropy(logits.flatten(0, 1), answer.flatten(), reduction="sum")
         right.append(logits.argmax(-1) == answer)
     model.train()
-    return loss.item() / examples.answer.numel(), torch.cat(right)
+    right = torch.cat(right)                                                 # (n, N)
+    return loss.item() / right.numel(), right.float().mean().item(), right
 
 
 def train(args, device):
@@ -411,33 +406,31 @@ def train(args, device):
     optimizer = make_optimizer(model, args)
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
     forward = torch.compile(answer_logits) if args.compile else answer_logits
+    test = make_examples(args, device, TEST, 0, args.test_examples, args.length)
     if 0 < args.examples < args.batch:
-        fail(f"--batch {args.batch} is more than --examples {args.examples}")
-    try:
-        test = make_examples(args, device, TEST, 0, args.test_examples)
-    except ValueError as error:
-        fail(error)
+        fail(f"--batch {args.batch} is more than the {args.examples} --examples")
 
-    with run_folder(args), caught_signals() as caught:
+    progress = functools.partial(tqdm, total=args.steps, desc=args.mixer, unit="step")
+    with run_folder(args), caught_signals() as caught, progress() as bar:
         run = dict(step=0, best=0.0, seconds=0.0, train_loss=None)
         if args.resume:
             saved = load_checkpoint(args, model, optimizer, scaler)
             run = {name: saved[name] for name in run}
+            bar.initial = bar.n = run["step"]
         batch = training_batches(args, device)
         began, recent = time.perf_counter() - run["seconds"], []
-        bar = tqdm(initial=run["step"], total=args.steps, desc=args.mixer, unit="step")
         for step in range(run["step"], args.steps + 1):
             last = step == args.steps
             pause = last or step % args.eval_every == 0 or bool(caught)
             if recent and (pause or step % 10 == 0):  # seldom: reading a loss waits for the GPU
                 run["train_loss"] = check_finite(torch.stack(recent).mean().item(), step)
                 recent.clear()
-                bar.set_postfix(loss=f"{run['train_loss']:.3f}", best=f"{run['best']:.1%}")
+                bar.set_postfix(loss=f"{run['train_loss']:.3f}", best=f"{run['best']:.1%}",
+                                refresh=False)
             if pause:
                 run.update(step=step, seconds=time.perf_counter() - began)
-                if signal.SIGTERM not in caught:  # SIGTERM is in a hurry
-                    loss, right = evaluate(model, test, args)
-                    accuracy = right.float().mean().item()
+                if signal.SIGTERM not in caught:  # which is in a hurry
+                    loss, accuracy, right = evaluate(model, test, args)
                     run["best"] = max(run["best"], accuracy)
                     write_log(args, **run, loss=check_finite(loss, step), accuracy=accuracy)
                 save_checkpoint(args, model, optimizer, scaler, **run)
@@ -446,93 +439,98 @@ def train(args, device):
 
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, args)
-            tokens, where, answer, _ = batch(step)                           # (B, T), (B, N), (B, N)
+            tokens, where, answer, _ = batch(step)                  # (B, T), (B, N), (B, N)
             with autocast(args, device):
                 logits = forward(model, tokens, where)                       # (B, N, vocab)
-            loss = F.cross_entropy(logits.flatten(0, 1), answer.flatten())
+            batch_loss = F.cross_entropy(logits.flatten(0, 1), answer.flatten())
             optimizer.zero_grad()
-            scaler.scale(loss).backward()
+            scaler.scale(batch_loss).backward()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
-            recent.append(loss.detach())
+            recent.append(batch_loss.detach())
             bar.update()
-        bar.close()
 
     if caught:
         print(f"stopped after {step} steps, best accuracy {run['best']:.1%}; --resume continues")
         raise SystemExit(128 + caught[0])
-    _, states = model.eval().features(test.tokens[:1])
-    numbers = sum(x.numel() for state in states for x in state if x.is_floating_point())
-    parameters = sum(p.numel() for p in model.parameters())
-    report(args, run, accuracy, parameters, numbers, right, test.distance)
-    result = dict(accuracy=accuracy, best=run["best"], loss=loss, steps=step,
-                  seconds=run["seconds"])
-    for i, length in enumerate(args.test_lengths, 1):
-        longer = make_examples(args, device, TEST, i, args.test_examples, length)
-        result[f"accuracy_{length}"] = evaluate(model, longer, args)[1].float().mean().item()
+    print(f"{step} steps" + (f": {args.until:.0%} reached" if accuracy >= args.until else ""))
+    report(args, run, model, accuracy, right, test)
+    result = dict(run, accuracy=accuracy, loss=loss, steps=step)
+    for index, length in enumerate(args.test_lengths, 1):
+        longer = make_examples(args, device, TEST, index, args.test_examples, length)
+        _, result[f"accuracy_{length}"], _ = evaluate(model, longer, args)
         print(f"accuracy at length {length}: {result[f'accuracy_{length}']:.1%}")
     return result
 
 
-def report(args, run, accuracy, parameters, state, right, distance):
-    """The final table. `state` is what a sequence of --length tokens leaves to remember."""
-    columns = dict(mixer=args.mixer, d=args.d_model, parameters=f"{parameters:,}",
-                   state=f"{state:,}", lr=f"{args.lr:g}", steps=run["step"],
-                   seconds=f"{run['seconds']:.0f}", recall=f"{accuracy:.1%}")
-    low = 0
-    for high in (8, 16, 32, 64, 128, 256, 512, 1024, args.length):
-        inside = (distance > low) & (distance <= high)
-        if inside.any():
-            columns[f"≤{high}"] = f"{right[inside].float().mean().item():.1%}"
-        low = high
-    widths = [max(len(str(x)) for x in column) for column in columns.items()]
-    print("recall by distance between a pair and its query on the right:")
-    for row in (columns.keys(), columns.values()):
-        print("  ".join(str(x).rjust(width) for x, width in zip(row, widths)))
+@torch.no_grad()
+def report(args, run, model, accuracy, right, test):
+    """The final table. State: how many numbers one sequence of this length leaves behind."""
+    _, states = model.features(test.tokens[:1])
+    state = sum(x.numel() for layer in states for x in layer if x.is_floating_point())
+    parameters = sum(p.numel() for p in model.parameters())
+    row = dict(mixer=args.mixer, d=args.d_model, parameters=f"{parameters:,}", state=f"{state:,}",
+               lr=f"{args.lr:g}", seconds=f"{run['seconds']:.0f}", recall=f"{accuracy:.1%}")
+    edges = [0] + [2**i for i in range(3, 20) if 2**i < args.length] + [args.length]
+    for low, high in zip(edges, edges[1:]):
+        inside = right[(low < test.distance) & (test.distance <= high)]
+        row[f"{low + 1}–{high}"] = f"{inside.float().mean().item():.1%}" if len(inside) else "none"
+    widths = [max(map(len, map(str, column))) for column in row.items()]
+    for line in (row.keys(), row.values()):
+        print("  ".join(str(x).rjust(width) for x, width in zip(line, widths)))
+    print("The last columns: recall by the distance from a query back to its key.")
 
 
 def sweep(args, device):
-    """One run for each learning rate, each in a folder of its own; the best result."""
+    """One run per learning rate, each in a folder of its own. The best one's result."""
     results = {}
     for lr in args.sweep:
         out = args.out / f"lr-{lr:g}"
         resume = args.resume and (out / "checkpoint.pt").exists()
-        changed = dict(lr=lr, out=out, resume=resume, sweep=None)
+        one = argparse.Namespace(**vars(args) | dict(lr=lr, out=out, resume=resume, sweep=None))
         try:
-            results[lr] = train(argparse.Namespace(**{**vars(args), **changed}), device)
+            results[lr] = train(one, device)
         except FloatingPointError as error:
             print(f"lr {lr:g}: {error}")
     if not results:
-        fail("no learning rate of the sweep gave a finite loss")
+        fail("no learning rate of the sweep kept the loss finite")
     best = max(results, key=lambda lr: results[lr]["best"])
-    print(f"best of the sweep: {results[best]['best']:.1%} recall at lr {best:g}")
+    print(f"best of the sweep: {results[best]['best']:.1%} test accuracy at lr {best:g}")
     return results[best] | dict(lr=best)
+
+
+def name_and_value(text):
+    """An argparse type for --option."""
+    name, value = text.split("=")
+    return name, json.loads(value)
 
 
 def main(argv=None):
     parser = common_flags()
     add = parser.add_argument
-    add("--task", default="mqar", choices=TASKS, help="what to recall; drawn in the task's docstring")
+    add("--task", default="mqar", choices=TASKS, help="drawn in the docstring of its function")
     add("--length", type=at_least(1), help="tokens per example T")
     add("--pairs", type=at_least(1), help="questions N: key-value pairs, or tokens of the passkey")
     add("--vocab", type=at_least(4), help="vocabulary size")
-    add("--filler", choices=["zero", "random"], help="other tokens (default: zero; needle random)")
+    add("--filler", default="auto", choices=["auto", "zero", "random"],
+        help="the other tokens; auto is zero for mqar, random for needle")
     add("--examples", type=at_least(0), help="training set size; 0 makes every batch afresh")
     add("--test-examples", type=at_least(1), help="test set size")
-    add("--test-lengths", type=at_least(1), nargs="*", default=[],
-        help="at the end, test at these lengths too")
+    add("--test-lengths", type=at_least(1), nargs="*", default=[], metavar="T",
+        help="lengths at which to test once more at the end")
     add("--until", type=at_least(0, float), default=0.99, help="stop at this test accuracy")
     add("--dropout", type=at_least(0, float), help="after the embedding")
-    add("--tie", action=argparse.BooleanOptionalAction, help="let head and embedding share weights")
-    add("--conv", type=at_least(0), default=2, help="short convolution of every mixer; 0 is none")
-    add("--option", type=option, nargs="*", default=[], metavar="NAME=VALUE",
-        help="further arguments of the mixer, as in tau=4 self_augment=false")
+    add("--tie", action=argparse.BooleanOptionalAction, help="share embedding and head weights")
+    add("--conv", type=at_least(0), default=2, help="width of every mixer's convolution; 0: none")
+    add("--option", type=name_and_value, nargs="*", default=[], metavar="NAME=VALUE",
+        help="more arguments of the mixer, such as tau=4 self_augment=false")
     add("--sweep", type=at_least(0, float), nargs="*", metavar="LR",
-        help=f"train once per learning rate; without values, {SWEEP}")
+        help=f"a run per learning rate; {SWEEP} if none is given")
     args = parse(parser, argv)
-    args.filler = args.filler or ("random" if args.task == "needle" else "zero")
+    if args.filler == "auto":
+        args.filler = "random" if args.task == "needle" else "zero"
     device = choose_device(args)
     if args.sweep is not None:
         args.sweep = args.sweep or SWEEP
@@ -541,12 +539,6 @@ def main(argv=None):
         return train(args, device)
     except FloatingPointError as error:
         fail(error)
-
-
-def option(text):
-    """An argparse type: NAME=VALUE, the value in JSON."""
-    name, value = text.split("=")
-    return name, json.loads(value)
 
 
 if __name__ == "__main__":
