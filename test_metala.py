@@ -1,0 +1,931 @@
+"""The specification of this repository, as tests in reading order.
+
+    python -m pytest                            everything, about two minutes on two CPU cores
+    python -m pytest -k "padding and metala"    those whose names have these words
+    python -m pytest -x --durations=10          stop at the first failure; name the slowest
+
+One definition (`definition` below, the recurrence written out word for word) is what every form,
+layer, state and gradient of metala.py is compared with. Inputs are signed, axes have different
+lengths, gradients come from random cotangents on every output, the final state included, and
+section 8 plants bugs to show that the comparison can fail.
+
+Tolerances on |x - ref| / |ref| (for the decays' gradients |ref| is at least |q * dq|, see `compare`):
+
+    F64         1e-10   every form against the definition, in float64
+    F32         1e-5    every form in float32, against float64
+    LOW         1e-2    bfloat16 and float16
+    AUTOCAST    5e-2    a whole model under 16-bit autocast: one rounding per matmul, stacked
+"""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which reads it then
+
+import importlib
+import json
+import re
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import train_mqar
+from metala import MIXERS, Backbone, Block, LanguageModel, MetaLA, attention_map, linear_attention
+
+torch.set_num_threads(1)  # all is small here
+torch.backends.cuda.matmul.allow_tf32 = False
+
+F64, F32, LOW, AUTOCAST = 1e-10, 1e-5, 1e-2, 5e-2
+FORMS = ["recurrent", "parallel", "chunkwise"]
+SHAPES = [(2, 77, 3, 5, 7), (1, 1, 2, 4, 3), (3, 64, 2, 6, 9), (2, 129, 4, 3, 8)]  # B, T, H, Dk, Dv
+TAU = 16.0
+forms = pytest.mark.parametrize("form", FORMS)
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+mixers = pytest.mark.parametrize("mixer", list(MIXERS))
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def definition(q, k, v, g, state):
+    """S_t = diag(exp g_t) S_{t-1} + k_tᵀ v_t,  o_t = Dk^-½ q_t S_t, one token after the other."""
+    outputs, k = [], -torch.expm1(g) if k is None else k
+    for t in range(q.shape[1]):
+        state = g[:, t].exp()[..., None] * state + k[:, t, :, :, None] * v[:, t, :, None, :]
+        outputs.append((q[:, t, :, None, :] @ state)[..., 0, :] * q.shape[-1] ** -0.5)
+    return torch.stack(outputs, 1), state
+
+
+def draw(B=2, T=77, H=3, Dk=5, Dv=7, dtype=torch.float64):
+    """q, k, v, g, state: signed; decays from nearly 0 to nearly 1, so that none can be ignored."""
+    q, k, v = torch.randn(B, T, H, Dk), torch.randn(B, T, H, Dk), torch.randn(B, T, H, Dv)
+    g, state = F.logsigmoid(2 + 2 * torch.randn(B, T, H, Dk)), torch.randn(B, H, Dk, Dv)
+    return cast(dict(q=q, k=k, v=v, g=g, state=state), dtype)
+
+
+def cast(tensors, dtype):
+    return {name: t.to(dtype) for name, t in tensors.items()}
+
+
+def form_of(form, chunk_size=16):
+    return lambda q, v, g, state, k=None: linear_attention(q, k, v, g, state, form, chunk_size)
+
+
+def gold(q, v, g, state, k=None):
+    return definition(q, k, v, g, state)
+
+
+def run(fn, tensors, parameters={}):
+    """fn(**tensors) -> (o, S, ...), and every gradient under random cotangents on all outputs, as
+    {"o", "S1", ..., "dq", ...}. The cotangents are bfloat16 numbers: the same in every dtype."""
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
+    outputs = fn(**leaves)
+    draws = torch.Generator().manual_seed(1)
+    cotangents = [torch.randn(o.shape, generator=draws).bfloat16().to(o) for o in outputs]
+    wrt = {**leaves, **parameters}
+    grads = torch.autograd.grad(outputs, list(wrt.values()), cotangents)
+    result = {f"S{i}" if i else "o": o.detach() for i, o in enumerate(outputs)}
+    result |= {f"d{name}": grad for name, grad in zip(wrt, grads)}
+    if "q" in tensors:
+        result["q*dq"] = tensors["q"] * result["dq"]
+    return result
+
+
+def compare(got, ref, tol, floor=0.0):
+    """|got - ref| <= tol * max(|ref|, floor) for every tensor; the message has name, max and ratio.
+
+    dg = q*dq - k*dk + ... subtracts terms of the size of q*dq, which bounds |ref| below there."""
+    assert got.keys() == ref.keys(), f"{sorted(got)} is not {sorted(ref)}"
+    wrong = []
+    for name, want in ref.items():
+        have, want = got[name].double(), want.double()
+        assert have.shape == want.shape, f"{name} has shape {have.shape}, expected {want.shape}"
+        size = max(want.norm().item(), floor)
+        if name in ("dg", "da") and "q*dq" in ref:
+            size = max(size, ref["q*dq"].double().norm().item() / (TAU if name == "da" else 1))
+        error = (have - want).norm().item()
+        if not error <= tol * size:  # a NaN fails as well
+            most = (have - want).abs().max().item()
+            wrong.append(f"{name}: max {most:.1e}, ratio {error / (size or 1):.1e}")
+    assert not wrong, f"above {tol:.0e}: " + "; ".join(wrong)
+
+
+def close(got, ref, tol=F64):
+    compare({"tensor": got}, {"tensor": ref}, tol)
+
+
+# ── 1  The recurrence by hand ────────────────────────────────────────────────────────────────────
+
+
+def row(*numbers):
+    """One row of numbers per token -> (1, T, 1, width)."""
+    return torch.tensor(numbers, dtype=torch.float64)[None, :, None, :]
+
+
+HAND = dict(q=row([1, 1, 1, 1], [2, 1, 0, -1]), k=row([1, 0, 2, 0], [0, 1, 0, -1]),
+            g=row([.5, .5, .25, 1], [.5, 1, .25, 1]).log())
+
+
+@forms
+def test_two_steps_by_hand_give_these_numbers(form):
+    assert attention_map(**HAND).tolist() == [[[[1.5, 0.0], [0.5, 1.0]]]]
+    o, S = linear_attention(**HAND, v=row([1, -1], [2, 4]), form=form)
+    # S_1 = k_1ᵀ v_1, o_1 = ½ (3, -3): the scale is 4^-½
+    # S_2 = diag(α_2) S_1 + k_2ᵀ v_2, o_2 = ½ (2 (.5, -.5) + (2, 4) + (2, 4))
+    close(o, row([1.5, -1.5], [2.5, 3.5]))
+    close(S[0, 0], torch.tensor([[.5, -.5], [2, 4], [.5, -.5], [-2, -4]]))
+
+
+@forms
+def test_without_a_key_the_key_is_one_minus_the_decay(form):
+    g, state = row([.75], [.5]).log(), torch.full((1, 1, 1, 1), 8.0).double()
+    o, S = linear_attention(row([2], [2]), None, row([4], [-2]), g, state, form)
+    close(o, row([14.0], [5.0]))  # 2 (¾·8 + ¼·4) and 2 (½·7 - ½·2)
+    close(S.flatten(), torch.tensor([2.5]))
+
+
+# ── 2  Equal forms: outputs, final state and all gradients ───────────────────────────────────────
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["k", "k=None"])
+@shapes
+@forms
+def test_every_form_equals_the_definition(form, shape, tied):
+    x = draw(*shape)
+    if tied:
+        del x["k"]
+    compare(run(form_of(form), x), run(gold, x), F64)
+
+
+@forms
+def test_the_map_times_v_is_the_output_and_without_a_state_there_are_zeros(form):
+    x = draw()
+    want = definition(**x | {"state": 0 * x.pop("state")})
+    o, S = linear_attention(**x, form=form)
+    A = attention_map(x["q"], x["k"], x["g"])
+    assert A.shape == (2, 3, 77, 77) and (A.triu(1) == 0).all()
+    compare({"o": o, "A v": torch.einsum("bhts,bshv->bthv", A, x["v"]), "S": S},
+            {"o": want[0], "A v": want[0], "S": want[1]}, F64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@forms
+def test_sixteen_bit_inputs_keep_a_float32_state_and_give_their_own_dtype_back(form, dtype):
+    x = draw(dtype=dtype) | {"state": torch.randn(2, 3, 5, 7)}
+    for g in (x["g"], x["g"].float()):  # decays in float32 are welcome
+        o, S = linear_attention(**x | {"g": g}, form=form)
+        assert (o.dtype, S.dtype) == (dtype, torch.float32)
+    compare(run(form_of(form), x), run(gold, cast(x, torch.float64)), LOW)
+
+
+def test_auto_works_without_the_kernel_and_asking_for_it_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kernel", None)  # importing it now raises ImportError
+    for T, form in ((1, "recurrent"), (70, "chunkwise")):
+        x = draw(T=T, dtype=torch.float32)
+        for got, want in zip(linear_attention(**x), linear_attention(**x, form=form)):
+            assert torch.equal(got, want)
+    with pytest.raises(ImportError, match="kernel.py"):
+        linear_attention(**x, form="triton")
+
+
+@forms
+def test_strided_and_expanded_inputs_are_welcome_and_nothing_given_is_modified(form):
+    x = draw()
+    x = {name: t.transpose(0, -1).contiguous().transpose(0, -1) for name, t in x.items()}
+    x["q"] = x["q"][:1, :1].expand(2, 77, 3, 5)
+    before = {name: t.clone() for name, t in x.items()}
+    o, _ = linear_attention(**x, form=form)
+    assert all(torch.equal(x[name], before[name]) for name in x)
+    close(o, definition(**before)[0])
+
+
+# ── 3  Chunks are invisible; pieces equal the whole ──────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 4, 16, 64, 128, 256])
+def test_the_chunk_size_is_invisible(chunk_size):
+    x = draw(T=131)
+    compare(run(form_of("chunkwise", chunk_size), x), run(gold, x), F64)
+
+
+@forms
+def test_pieces_with_the_state_passed_on_equal_one_call(form):
+    def in_pieces(q, k, v, g, state):
+        outputs = []
+        for piece in zip(*(t.split([1, 40, 3, 33], 1) for t in (q, k, v, g))):
+            o, state = linear_attention(*piece, state, form, 16)
+            outputs.append(o)
+        return torch.cat(outputs, 1), state
+    x = draw()
+    compare(run(in_pieces, x), run(gold, x), F64)
+
+
+# ── 4  Causality ─────────────────────────────────────────────────────────────────────────────────
+
+
+@forms
+def test_a_change_at_token_t_leaves_all_earlier_outputs_alone(form):
+    x, other, t = draw(), draw(), 37
+    changed = {name: torch.cat([x[name][:, :t], other[name][:, t:]], 1) for name in "qkvg"}
+    o, _ = form_of(form)(**x)
+    difference = (o - form_of(form)(**x | changed)[0]).abs().amax((0, 2, 3))
+    assert (difference[:t] <= (0 if form == "recurrent" else 1e-12)).all()
+    assert (difference[t:] > 1e-6).all()
+
+
+# ── 5  Gradients ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_chunkwise_passes_gradcheck():
+    x = [t.requires_grad_() for t in draw(2, 6, 1, 3, 5).values()]
+    assert torch.autograd.gradcheck(lambda *x: linear_attention(*x, "chunkwise", 4), x)
+
+
+def test_the_analytic_gradients_of_decay_and_logit():
+    # dg_t = q_t dq_t - k_t dk_t + dg_{t+1}, and behind the last token rowsum(S_T * dS_T);
+    # with the key tied, k = 1 - α and g = log σ(a) / τ:  da = (dg - dk α) σ(-a) / τ
+    x, a = draw(), (3 * torch.randn(2, 77, 3, 5).double()).requires_grad_()
+    q, v, g = x["q"].requires_grad_(), x["v"], F.logsigmoid(a) / TAU
+    k = -torch.expm1(g)
+    o, S = linear_attention(q, k, v, g, x["state"], "chunkwise", 16)
+    do, dS = torch.randn_like(o), torch.randn_like(S)
+    tied, dq = torch.autograd.grad((o, S), (a, q), (do, dS), retain_graph=True)
+    k, g = k.detach().requires_grad_(), g.detach().requires_grad_()
+    o, S = linear_attention(q, k, v, g, x["state"], "chunkwise", 16)
+    dk, dg = torch.autograd.grad((o, S), (k, g), (do, dS))
+    close((q * dq - k * dk).flip(1).cumsum(1).flip(1) + (S * dS).sum(-1)[:, None], dg)
+    close((dg - dk * g.exp()) * torch.sigmoid(-a) / TAU, tied)
+
+
+# ── 6  The kernel ────────────────────────────────────────────────────────────────────────────────
+
+
+# ── 7  Edges: every finite gate logit is legal ───────────────────────────────────────────────────
+
+
+def from_logits(form, tau):
+    op = gold if form is None else form_of(form, 64)
+    return lambda q, a, v, state: op(q, v, F.logsigmoid(a) / tau, state)
+
+
+GATES = [(0, 1, 16), (8, 4, 16), (-8, 4, 16), (-30, 10, 16), (0, 4, 1), (-8, 4, 1)]
+EXTREMES = [[1e4], [-1e4], [1e4, -1e4], [1e4, -1e4, 1.0, -1.0, 0.5, 3.0]]
+
+
+@pytest.mark.parametrize("mean, std, tau", GATES)
+@forms
+def test_float32_is_right_at_every_gate_scale(form, mean, std, tau):
+    x = draw(T=131, dtype=torch.float32)
+    x = dict(q=x["q"], a=mean + std * torch.randn_like(x["k"]), v=x["v"], state=x["state"])
+    want = run(from_logits(None, tau), cast(x, torch.float64))
+    compare(run(from_logits(form, tau), x), want, F32)
+
+
+@pytest.mark.parametrize("tau", [16.0, 1.0])
+@pytest.mark.parametrize("logits", EXTREMES, ids=str)
+@forms
+def test_float32_is_finite_and_right_at_logits_of_1e4(form, logits, tau):
+    x = draw(T=131, dtype=torch.float32)
+    a = torch.tensor(logits)[torch.randint(len(logits), x["k"].shape)]
+    x = dict(q=x["q"], a=a, v=x["v"], state=x["state"])
+    want = run(from_logits(None, tau), cast(x, torch.float64))
+    compare(run(from_logits(form, tau), x), want, F32, floor=1e-2)  # some are 0 exactly
+
+
+@forms
+def test_a_decay_of_zero_is_minus_infinity_and_forgets_all_that_came_before(form):
+    x = draw(T=21)
+    x["g"][:, 4] = -torch.inf
+    got = run(form_of(form), x)
+    assert all(t.isfinite().all() for t in got.values())
+    late = {name: t[:, 4:] for name, t in x.items() if name != "state"}
+    close(got["o"][:, 4:], definition(**late, state=0 * x["state"])[0])
+
+
+# ── 8  Sensitivity: planted bugs must fail, even at the loosest tolerance of an operator ─────────
+
+
+def late_gradient(g):
+    return (g - g.roll(1, 1)).detach() + g.roll(1, 1)
+
+
+def first(x, t):  # 1 at token t, else 0
+    return (torch.arange(x.shape[1]) == t).to(x)[:, None, None]
+
+
+BUGS = {  # name: what the bug makes of the inputs, and of (o, S) with the inputs x
+    "nothing": (dict(), None),
+    "a key channel has the wrong sign": (dict(k=lambda k: k * torch.tensor([1, 1, -1, 1, 1])), None),
+    "two heads of q are swapped": (dict(q=lambda q: q[:, :, [1, 0, 2]]), None),
+    "the sequences share one v": (dict(v=lambda v: v[:1].expand_as(v)), None),
+    "one token does not decay": (dict(g=lambda g: g * (1 - first(g, 10))), None),
+    "the state is ignored": (dict(state=lambda S: 0 * S), None),
+    "the state's gradient is cut": (dict(state=lambda S: S.detach() + 0 * S), None),
+    "the decay's gradient is a token late": (dict(g=late_gradient), None),
+    "the diagonal is dropped": (
+        {}, lambda o, S, x: (o - 5 ** -0.5 * (x["q"] * x["k"]).sum(-1, keepdim=True) * x["v"], S)),
+    "the scale is missing": ({}, lambda o, S, x: (o * 5 ** 0.5, S)),
+    "the final state decays once more": ({}, lambda o, S, x: (o, S * x["g"][:, -1].exp()[..., None])),
+    "one output is not a number": ({}, lambda o, S, x: (o + first(o, 3) * torch.nan, S)),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_comparison_catches(bug):
+    before, after = BUGS[bug]
+    def broken(**x):
+        o, S = definition(**{name: before.get(name, lambda t: t)(t) for name, t in x.items()})
+        return after(o, S, x) if after else (o, S)
+    x = draw(T=21)
+    if bug == "nothing":
+        return compare(run(broken, x), run(gold, x), F64)
+    with pytest.raises(AssertionError, match="above 1e-02"):
+        compare(run(broken, x), run(gold, x), LOW)
+
+
+# ── 9  The paper's claims (Definition 4.1, Propositions A2.1-A2.3), by construction ──────────────
+
+
+def test_c0_the_work_grows_linearly_with_time():
+    def work(form, T):
+        with FlopCounterMode(display=False) as count:
+            linear_attention(**draw(1, T, 1, 4, 6, torch.float32), form=form)
+        return count.get_total_flops()
+    assert work("chunkwise", 1024) == 4 * work("chunkwise", 256) > 0
+    assert work("parallel", 1024) > 12 * work("parallel", 256)
+
+
+def write(alpha, k=None, form="recurrent"):
+    """The rows of the state hold v_1 ... v_5; one token arrives with this decay and key."""
+    rows, v = torch.randn(1, 1, 5, 7).double(), torch.randn(1, 1, 1, 7).double()
+    q, k = row([1] * 5), None if k is None else row(k)
+    _, S = linear_attention(q, k, v, row(alpha).log(), rows, form)
+    return rows[0, 0], v[0, 0, 0], S[0, 0]
+
+
+@forms
+def test_c1_a_token_can_overwrite_one_row_exactly_and_leave_the_others(form):
+    rows, v, S = write(alpha=[0, 1, 1, 1, 1], form=form)  # k = 1 - α = [1, 0, 0, 0, 0]
+    assert torch.equal(S, torch.cat([v[None], rows[1:]]))
+
+
+def test_c1_fails_without_decay_with_fixed_decay_and_with_a_key_of_one():
+    rows, v, S = write(alpha=[1] * 5, k=[1, 0, 0, 0, 0])
+    close(S, torch.cat([rows[:1] + v, rows[1:]]))  # α = 1 only adds
+    rows, v, S = write(alpha=[.5] * 5, k=[1, 0, 0, 0, 0])
+    close(S, torch.cat([rows[:1] / 2 + v, rows[1:] / 2]))  # all rows fade alike
+    rows, v, S = write(alpha=[0, 1, 1, 1, 1], k=[1] * 5)
+    close(S, torch.cat([v[None], rows[1:] + v]))  # the paper's proof: disturbs the other rows
+
+
+def softmax_map(n):
+    later = torch.ones(n, n).triu(1).bool()
+    return torch.randn(n, n).double().masked_fill(later, -torch.inf).softmax(-1), later
+
+
+@forms
+def test_c2_any_causal_softmax_map_is_reproduced_with_one_channel_per_row(form):
+    (P, later), v = softmax_map(9), torch.randn(1, 9, 1, 5).double()
+    sums = P.cumsum(-1)  # row t: S_1 ... S_n, α_j = S_{j-1} / S_j up to t and 1 after
+    alpha = torch.where(later, 1.0, (sums - P) / sums)
+    alpha[:, 0] = 0
+    q, g = 3 * torch.eye(9).double()[None, :, None], alpha.T.log()[None, :, None]  # 3 = √Dk
+    close(linear_attention(q, None, v, g, form=form)[0][0, :, 0], P @ v[0, :, 0])
+    close(attention_map(q, None, g.clamp(min=-20))[0, 0], P, 1e-8)  # -20 stands for α = 0
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.9, 0.5, 0.1])
+def test_c3_with_keys_any_fixed_decay_gives_the_same_map_so_one_of_the_two_is_redundant(decay):
+    (P, _), t = softmax_map(9), torch.arange(9).double()
+    k = (P / decay ** (t[:, None] - t).clamp(min=0)).T[None, :, None]
+    q, g = 3 * torch.eye(9).double()[None, :, None], torch.full_like(k, decay).log()
+    close(attention_map(q, k, g)[0, 0], P)
+    assert k.max() >= P[-1, 0] / decay ** 8  # what a fixed decay costs: keys without bound
+
+
+# ── 10  The layer, and every other mixer through the same interface ──────────────────────────────
+
+D, H, V = 24, 3, 13  # model width, heads (MetaLA's are 4 and 8 wide), vocabulary
+KINDS = [{"conv_size": 0}, {"conv_size": 4}, {"conv_size": 3, "bidirectional": True}]
+
+
+def scatter(module):
+    """Random weights everywhere (self-augmentation starts at zero), large enough to be heard."""
+    for p in module.parameters():
+        nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+    return module.double()
+
+
+def layer_of(mixer="metala", **options):
+    return scatter(MIXERS[mixer](D, H, **options))
+
+
+def sequence(B, T):
+    return torch.randn(B, T, D).double()
+
+
+def stream(module, x, pieces):
+    outputs, state = [], None
+    for piece in x.split(pieces, 1):
+        y, state = module(piece, None, state)
+        outputs.append(y)
+    return torch.cat(outputs, 1), state
+
+
+def same_state(mixer, got, want, tol=F64):
+    """Attention's cache also holds padding: its states are compared by what they go on to say."""
+    if mixer != "attention":
+        compare(dict(enumerate(got)), dict(enumerate(want)), tol)
+
+
+def padded(side, lengths, T):
+    """(B, T), True at real tokens; "middle" has some at both ends."""
+    n, t = torch.tensor(lengths)[:, None], torch.arange(T)
+    return {"left": t >= T - n, "right": t < n, "middle": (t < n // 2) | (t >= T - n + n // 2)}[side]
+
+
+NAMES = {"q_proj.weight": "q_proj.weight", "k_gate.weight": "a_proj.weight",
+         "v_proj.weight": "v_proj.weight", "g_proj.weight": "r_proj.weight",
+         "g_proj.bias": "r_proj.bias", "out_proj.weight": "o_proj.weight", "aug_balance": "w_aug",
+         "conv1d.weight": "conv.weight", "key": "k_proj.weight"}  # released name: ours
+
+
+def transcription(w, x, heads, tau=TAU, both=False):
+    """The paper's layer, written out on the released names; "key" is the ablation's."""
+    T, conv = x.shape[1], w.get("conv1d.weight")
+    if conv is not None:
+        size = conv.shape[-1]
+        before = size // 2 if both else size - 1
+        x = F.pad(x, (0, 0, before, size - 1 - before))
+        x = F.silu(sum(x[:, j:j + T] * conv[:, 0, j] for j in range(size)))
+    def project(name):
+        return (x @ w[name].T).unflatten(-1, (heads, -1))
+    q, a, v = project("q_proj.weight"), project("k_gate.weight"), project("v_proj.weight")
+    alpha = torch.sigmoid(a) ** (1 / tau)
+    k = project("key") if "key" in w else 1 - alpha
+    zeros = x.new_zeros(len(x), heads, q.shape[-1], v.shape[-1])
+    o, _ = definition(q, k, v, alpha.log(), zeros)
+    if both:
+        o = o + definition(*(t.flip(1) for t in (q, k, v, alpha.log())), zeros)[0].flip(1)
+    if "aug_balance" in w:
+        scalar = (q * w["aug_balance"].unflatten(0, (heads, -1)) * k).sum(-1, keepdim=True)
+        o = o + torch.sigmoid(scalar * v)
+    o = F.layer_norm(o, o.shape[-1:], eps=1e-5).flatten(2)
+    return (F.silu(x @ w["g_proj.weight"].T + w["g_proj.bias"]) * o) @ w["out_proj.weight"].T
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"conv_size": 2}, {"conv_size": 0}, {"self_augment": False}, {"use_key": True},
+    {"tau": 4.0}, {"d_key": 6, "d_value": 18}, {"bidirectional": True, "conv_size": 5},
+    {"bidirectional": True, "conv_size": 0, "use_key": True}], ids=str)
+def test_the_layer_equals_its_transcription_whatever_is_switched(options):
+    layer = layer_of(**options)
+    own = dict(layer.named_parameters())
+    def reference(x):
+        w = {released: own[name] for released, name in NAMES.items() if name in own}
+        return transcription(w, x, H, layer.tau, layer.bidirectional),
+    x = {"x": sequence(2, 21)}
+    compare(run(lambda x: layer(x)[:1], x, own), run(reference, x, own), F64)
+
+
+def test_self_augmentation_starts_silent():
+    # w_aug = 0 adds σ(0) = ½ everywhere, and the norm without bias removes it
+    layer, plain, x = MetaLA(D, H), MetaLA(D, H, self_augment=False), torch.randn(2, 21, D)
+    assert plain.load_state_dict(layer.state_dict(), strict=False).unexpected_keys == ["w_aug"]
+    close(layer(x)[0], plain(x)[0], F32)
+
+
+def test_a_fresh_narrow_layer_is_heard():
+    # with the release's N(0, 0.02) o would be far below the norm's eps at this width
+    assert MetaLA(64, 2)(torch.randn(4, 32, 64))[0].std() > 0.05
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@mixers
+def test_a_causal_mixer_ignores_the_future_and_a_bidirectional_one_does_not(mixer, options):
+    layer, x = layer_of(mixer, **options), sequence(2, 11)
+    changed = torch.cat([x[:, :6], sequence(2, 5)], 1)
+    difference = (layer(x)[0] - layer(changed)[0]).abs().amax((0, 2))
+    assert (difference[6:] > 1e-6).all()
+    assert ((difference[:6] > 1e-12) == layer.bidirectional).all()
+
+
+@mixers
+def test_a_bidirectional_mixer_treats_both_directions_alike_and_has_no_state(mixer):
+    layer, x = layer_of(mixer, bidirectional=True, conv_size=0), sequence(2, 11)
+    y, state = layer(x)
+    assert state is None
+    if mixer != "attention":  # whose positions tell the directions apart
+        close(layer(x.flip(1))[0], y.flip(1))
+    with pytest.raises(ValueError, match="bidirectional"):
+        layer(x, state=MIXERS[mixer](D, H)(x.float())[1])
+
+
+def test_metalas_state_is_the_convolutions_window_and_one_matrix_per_head():
+    x = sequence(2, 11)
+    conv, S = layer_of()(x)[1]
+    close(conv, x[:, -3:])
+    assert S.shape == (2, H, 4, 8) and S.dtype == torch.float64
+    assert layer_of().bfloat16()(x.bfloat16())[1][1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("pieces", [[5, 6], [4, 1, 6], [1] * 11], ids=str)
+@pytest.mark.parametrize("options", KINDS[:2], ids=str)
+@mixers
+def test_the_whole_equals_pieces_equals_token_by_token_gradients_included(mixer, options, pieces):
+    layer, x, more = layer_of(mixer, **options), sequence(2, 11), sequence(2, 3)
+    own, (_, state), (_, end) = dict(layer.named_parameters()), layer(x), stream(layer, x, pieces)
+    compare(run(lambda x: stream(layer, x, pieces)[:1], {"x": x}, own),
+            run(lambda x: layer(x)[:1], {"x": x}, own), F64)
+    same_state(mixer, end, state)
+    close(layer(more, state=end)[0], layer(more, state=state)[0])
+
+
+@mixers
+def test_a_state_is_never_modified_and_can_be_reordered_detached_and_used_twice(mixer):
+    layer, x, more = layer_of(mixer, conv_size=4), sequence(3, 7), sequence(4, 2)
+    index, state = torch.tensor([2, 0, 0, 1]), layer(x)[1]
+    before = [t.clone() for t in state]
+    for _ in range(2):
+        y, _ = layer(more, state=[t[index].detach() for t in state])
+        close(y, layer(more, state=layer(x[index])[1])[0])
+        layer(more[:3], state=state)
+        assert all(torch.equal(t, kept) for t, kept in zip(state, before, strict=True))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@mixers
+def test_padding_is_as_if_it_were_not_there(mixer, options, side):
+    layer, x, more = layer_of(mixer, **options), sequence(3, 9), sequence(3, 2)
+    mask = padded(side, [4, 9, 1], 9)
+    y, state = layer(x, mask)
+    for i in range(3):
+        one = slice(i, i + 1)
+        alone, end = layer(x[one][:, mask[i]])
+        close(y[i, mask[i]], alone[0])
+        close(layer(x[one], mask[one])[0][:, mask[i]], alone)  # at batch size 1 too
+        if not layer.bidirectional:
+            same_state(mixer, [t[one] for t in state], end)
+            close(layer(more, state=state)[0][i], layer(more[one], state=end)[0][0])
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@mixers
+def test_what_the_padding_holds_is_irrelevant_however_large(mixer, options, side):
+    layer, x = layer_of(mixer, **options).float(), sequence(3, 9).float()
+    mask = padded(side, [4, 9, 1], 9)
+    junk = torch.where(mask[..., None], x, 1e30 * torch.randn(3, 9, D))
+    (y, state), (other, end) = layer(x, mask), layer(junk, mask)
+    assert torch.equal(y[mask], other[mask]) and other.isfinite().all()
+    assert all(torch.equal(t, u) for t, u in zip(state or (), end or (), strict=True))
+
+
+@mixers
+def test_no_gradient_goes_to_padding_or_comes_from_it(mixer):
+    layer, x, mask = layer_of(mixer, conv_size=4), sequence(3, 9), padded("middle", [4, 9, 1], 9)
+    x.requires_grad_()
+    y, _ = layer(x, mask)
+    grad, = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+    assert (grad[~mask] == 0).all() and (grad[mask] != 0).any(-1).all()
+    wrt = [x, *layer.parameters()]
+    for grad in torch.autograd.grad(y[~mask].sum(), wrt, materialize_grads=True, allow_unused=True):
+        assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["no state", "a state"])
+@mixers
+def test_a_row_of_padding_alone_keeps_its_state_and_its_gradients_finite(mixer, fresh):
+    layer, x, more = layer_of(mixer, conv_size=4), sequence(2, 5), sequence(2, 3)
+    state = None if fresh else layer(sequence(2, 7))[1]
+    kept = state and [t[:1] for t in state]
+    y, end = layer(x, torch.tensor([[False] * 5, [True] * 5]), state)
+    after, _ = layer(more, state=end)
+    close(after[:1], layer(more[:1], state=kept)[0])
+    if kept:
+        same_state(mixer, [t[:1] for t in end], kept, tol=0.0)
+    grads = torch.autograd.grad(y.sum() + after.sum(), list(layer.parameters()))
+    assert all(t.isfinite().all() for t in (y, *grads))
+
+
+@forms
+def test_documents_packed_in_one_row_are_kept_apart_by_a_reset(form):
+    # the recipe: a gate logit of -1e4 at a document's first token, so that α = 0 and k = 1
+    x, a = draw(), torch.randn(2, 77, 3, 5).double()
+    a[:, 30] = -1e4
+    g = F.logsigmoid(a) / TAU
+    packed, S = linear_attention(x["q"], None, x["v"], g, form=form)
+    alone, end = linear_attention(x["q"][:, 30:], None, x["v"][:, 30:], g[:, 30:], form=form)
+    close(packed[:, 30:], alone)
+    close(S, end)
+
+
+@mixers
+def test_each_mixer_has_the_parameters_of_its_formula(mixer):
+    d, heads, low, n = 48, 3, 16, 16  # n: the SSM's state size, low: the rank of GLA's gate
+    formula = {"metala": 4 * d * d + d + d // 2,  # q, a: d·d/2 each; v, r, o: d·d each; b_r; w_aug
+               "attention": 4 * d * d, "linear": 4 * d * d,  # q, k, v, o
+               "retnet": 5 * d * d,  # and r
+               "gla": 4 * d * d + d + low * d + low * d // 2 + d // 2,
+               "ssm": 2 * d * d + 2 * n * d + d * heads + 2 * heads,  # r, o; B, C; Δ with bias; A
+               "hgrn": 4 * d * d + 2 * d}  # v, a, r, o; two biases
+    assert set(MIXERS) == set(formula)
+    formula = formula[mixer]
+    def size(**options):
+        return sum(p.numel() for p in MIXERS[mixer](d, heads, **options).parameters())
+    assert size() == formula + (4 * d if mixer == "metala" else 0)  # its convolution by default
+    assert size(conv_size=0) == formula and size(conv_size=5) == formula + 5 * d
+    assert size(conv_size=0, bidirectional=True) == formula  # one set of projections
+    if mixer == "metala":
+        assert size(conv_size=0, use_key=True) == formula + d * d // 2
+        assert size(conv_size=0, self_augment=False) == formula - d // 2
+
+
+@mixers
+def test_each_mixer_learns(mixer):
+    model, tokens, losses = LanguageModel(V, D, 2, H, mixer=mixer), torch.randint(V, (4, 12)), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(15):
+        logits, _ = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        for name, p in model.named_parameters():
+            assert p.grad.isfinite().all() and p.grad.any(), name
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+# ── 11  Block, backbone, language model ──────────────────────────────────────────────────────────
+
+
+def model_of(mixer="metala", **options):
+    return scatter(LanguageModel(V, D, 2, H, mixer=mixer, **options))
+
+
+@mixers
+def test_block_backbone_and_model_stream_and_honour_the_mask(mixer):
+    mask, tokens = padded("left", [4, 9, 1], 9), torch.randint(V, (3, 9))
+    for module, x in ((scatter(Block(D, H, mixer=mixer, d_ff=20)), sequence(3, 9)),
+                      (scatter(Backbone(D, 2, H, mixer=mixer, conv_size=2)), sequence(3, 9)),
+                      (model_of(mixer), tokens)):
+        y, _ = module(x, mask)
+        close(stream(module, x, [4, 1, 4])[0], module(x)[0])
+        for i in range(3):
+            close(y[i, mask[i]], module(x[i:i + 1][:, mask[i]])[0][0])
+
+
+@mixers
+def test_greedy_generation_equals_teacher_forcing(mixer):
+    model, prompt = model_of(mixer), torch.randint(V, (2, 5))
+    tokens = model.generate(prompt, 7, temperature=0)
+    assert tokens.shape == (2, 12) and torch.equal(tokens[:, :5], prompt)
+    assert torch.equal(model(tokens)[0][:, 4:-1].argmax(-1), tokens[:, 5:])
+
+
+@mixers
+def test_a_batch_of_unequal_prompts_generates_what_each_would_alone(mixer):
+    model, prompt, mask = model_of(mixer), torch.randint(V, (3, 6)), padded("left", [3, 6, 1], 6)
+    together = model.generate(prompt, 5, temperature=0, mask=mask)
+    for i in range(3):
+        alone = model.generate(prompt[i:i + 1, mask[i]], 5, temperature=0)
+        assert torch.equal(together[i, 6:], alone[0, -5:])
+
+
+def test_sampling_uses_the_global_generator_and_top_k_restricts_it():
+    model, prompt = model_of(), torch.randint(V, (8, 3))
+    def sample(seed, **options):
+        torch.manual_seed(seed)
+        return model.generate(prompt, 6, **options)
+    assert torch.equal(sample(1), sample(1)) and not torch.equal(sample(1), sample(2))
+    assert torch.equal(sample(1, top_k=1), model.generate(prompt, 6, temperature=0))
+    tokens = sample(1, temperature=5.0, top_k=3)
+    best = model(tokens)[0][:, 2:-1].topk(3).indices
+    assert (best == tokens[:, 3:, None]).any(-1).all()
+    assert len(sample(1, temperature=100.0)[:, 3:].unique()) > 10  # nearly uniform over 13
+
+
+def test_generation_leaves_dropout_out_and_restores_the_training_flag():
+    model, prompt = model_of(dropout=0.5), torch.randint(V, (2, 5))
+    quiet = model.eval().generate(prompt, 6, temperature=0)
+    assert not model.training
+    model.train()
+    assert torch.equal(model.generate(prompt, 6, temperature=0), quiet)
+    assert all(module.training for module in model.modules())
+    assert not torch.equal(model(prompt)[0], model(prompt)[0])  # and here it acts
+
+
+@pytest.mark.parametrize("name, vocabulary, d, heads, d_ff, tie, expected", [
+    ("360M", 50432, 1024, 8, 2816, True, 360_058_880),
+    ("1.34B", 50432, 2048, 16, 5632, True, 1_336_680_448),
+    ("1.44B", 50432, 2048, 16, 5632, False, 1_439_965_184),
+    ("374M", 32000, 1024, 8, 2816, False, 373_952_512)])
+def test_the_papers_sizes(name, vocabulary, d, heads, d_ff, tie, expected):
+    with torch.device("meta"):
+        model = LanguageModel(vocabulary, d, 24, heads, d_ff=d_ff, tie=tie)
+    assert sum(p.numel() for p in model.parameters()) == expected
+
+
+def released_weights(d=16, d_ff=20):
+    mixer = {"q_proj.weight": (d // 2, d), "k_gate.weight": (d // 2, d), "v_proj.weight": (d, d),
+             "out_proj.weight": (d, d), "g_proj.weight": (d, d), "g_proj.bias": (d,),
+             "aug_balance": (d // 2,), "conv1d.weight": (d, 1, 4)}
+    shapes = {"model.embed_tokens.weight": (V, d), "lm_head.weight": (V, d)}
+    for i in (0, 1):
+        shapes |= {f"model.layers.{i}.token_mixer.{name}": shape for name, shape in mixer.items()}
+        shapes |= {f"model.layers.{i}.channel_mixer.l{j}.weight": shape
+                   for j, shape in ((1, (d_ff, d)), (2, (d_ff, d)), (3, (d, d_ff)))}
+    return {name: torch.randn(shape) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+
+
+def released_model(w, tokens, heads):
+    def norm(x):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    x = w["model.embed_tokens.weight"][tokens]
+    for i in (0, 1):
+        mixer, glu = f"model.layers.{i}.token_mixer.", f"model.layers.{i}.channel_mixer."
+        inner = {name.removeprefix(mixer): t for name, t in w.items()}
+        x = x + transcription(inner, norm(x), heads)
+        l1, l2, l3 = (w[f"{glu}l{j}.weight"].T for j in (1, 2, 3))
+        x = x + (F.silu(norm(x) @ l1) * (norm(x) @ l2)) @ l3
+    return norm(x) @ w["lm_head.weight"].T
+
+
+def test_load_official_gives_the_logits_of_the_released_design():
+    w, tokens = released_weights(), torch.randint(V, (2, 21))
+    logits, _ = LanguageModel.load_official(w, n_heads=4)(tokens)
+    close(logits, released_model(cast(w, torch.float64), tokens, 4), F32)
+    with pytest.raises(AssertionError):  # the heads are not in the shapes, but they matter
+        close(LanguageModel.load_official(w, n_heads=2)(tokens)[0], logits, LOW)
+
+
+@pytest.mark.parametrize("name", list(released_weights()))
+def test_load_official_names_a_missing_or_misshapen_tensor(name):
+    w = released_weights()
+    tensor = w.pop(name)
+    for bad in ({}, {name: tensor[None]}):
+        with pytest.raises(ValueError, match=re.escape(name)):
+            LanguageModel.load_official(w | bad, n_heads=4)
+    with pytest.raises(ValueError, match=r"model\.|lm_head"):  # this one, or the one it contradicts
+        LanguageModel.load_official(w | {name: torch.cat([tensor, tensor[:1]])}, n_heads=4)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.token_mixer.k_proj.weight", "model.norm.weight"])
+def test_load_official_names_a_surplus_tensor(name):
+    with pytest.raises(ValueError, match=re.escape(name)):
+        LanguageModel.load_official(released_weights() | {name: torch.randn(16, 16)}, n_heads=4)
+
+
+def loss_of(model, tokens, dtype=torch.float32):
+    """The logits, the states and the gradients of one training step under autocast."""
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        logits, states = model(tokens)
+    loss = F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    return {"logits": logits.detach(), **dict(enumerate(grads))}, states
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@mixers
+def test_autocast_stays_near_float32(mixer, dtype):
+    model, tokens = model_of(mixer).float(), torch.randint(V, (2, 21))
+    got, states = loss_of(model, tokens, dtype)
+    assert all(t.isfinite().all() for t in got.values())
+    close(got["logits"], model(tokens)[0], AUTOCAST)
+    assert mixer == "attention" or states[0][1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@mixers
+def test_the_model_compiles_without_a_graph_break(mixer, dtype):
+    torch.compiler.reset()
+    model, tokens = model_of(mixer).float(), torch.randint(V, (2, 21))
+    backend = "aot_eager" if mixer == "metala" else "eager"  # traces the backward pass as well
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    want, _ = loss_of(model, tokens, dtype)
+    compare(loss_of(compiled, tokens, dtype)[0], want, F32 if dtype == torch.float32 else AUTOCAST)
+
+
+# ── 12  Bad arguments: one clear error that repeats what was given ───────────────────────────────
+
+
+def operator(form="chunkwise", chunk_size=16, **changes):
+    x = draw(2, 5, 3, 4, 6, torch.float32) | changes
+    return lambda: linear_attention(**x, form=form, chunk_size=chunk_size)
+
+
+def layer(x=torch.zeros(2, 5, D), options={}, **arguments):
+    return lambda: MetaLA(D, H, **options)(x, **arguments)
+
+
+def language(call, **options):
+    return lambda: call(LanguageModel(V, D, 2, H, **options))
+
+
+def state_of(mixer, B):
+    return MIXERS[mixer](D, H)(torch.zeros(B, 5, D))[1]
+
+
+PROMPT, BOTH = torch.zeros(2, 3, dtype=torch.long), {"bidirectional": True, "conv_size": 3}
+BAD = {  # what is wrong: (call, what the message must mention)
+    "heads do not divide the width": (lambda: MetaLA(10, 4), "10.*4"),
+    "heads do not divide d_key": (lambda: MetaLA(24, 4, d_key=6), "d_key.*6"),
+    "no heads": (lambda: MetaLA(24, 0), "n_heads.*0"),
+    "negative convolution": (lambda: MetaLA(24, 4, conv_size=-1), "conv_size.*-1"),
+    "even convolution both ways": (lambda: MetaLA(24, 4, bidirectional=True), "conv_size.*4"),
+    "tau of zero": (lambda: MetaLA(24, 4, tau=0.0), "tau.*0"),
+    "unknown mixer": (lambda: Block(24, 4, mixer="mamba"), "mamba"),
+    "unknown mixer option": (lambda: Block(24, 4, mixer="linear", tau=3.0), "tau"),
+    "dropout above one": (language(None, dropout=1.5), "1.5"),
+    "unknown form": (operator("quadratic"), "quadratic"),
+    "chunk of zero": (operator(chunk_size=0), "chunk_size.*0"),
+    "chunk of 48": (operator(chunk_size=48), "chunk_size.*48"),
+    "q without heads": (operator(q=torch.randn(2, 5, 4)), r"q.*\(2, 5, 4\)"),
+    "k to be broadcast": (operator(k=torch.randn(1, 5, 3, 4)), r"k.*\(1, 5, 3, 4\)"),
+    "g one wide": (operator(g=torch.randn(2, 5, 3, 1)), r"g.*\(2, 5, 3, 1\)"),
+    "state transposed": (operator(state=torch.randn(2, 3, 6, 4)), r"state.*\(2, 3, 6, 4\)"),
+    "no tokens": (lambda: linear_attention(*[torch.randn(2, 0, 3, 4)] * 4), r"\(2, 0, 3, 4\)"),
+    "v in another dtype": (operator(v=torch.randn(2, 5, 3, 6).double()), "v.*float64"),
+    "g in half precision": (operator(g=-torch.rand(2, 5, 3, 4).half()), "g.*float16"),
+    "integers": (lambda: linear_attention(*[torch.ones(2, 5, 3, 4).long()] * 4), "int64"),
+    "the kernel in float64": (operator("triton", **draw(2, 5, 3, 4, 6)), "float64"),
+    "a map without heads": (lambda: attention_map(*[torch.randn(2, 5, 4)] * 3), r"\(2, 5, 4\)"),
+    "x without time": (layer(torch.zeros(2, D)), r"\(2, 24\)"),
+    "x of another width": (layer(torch.zeros(2, 5, D + 1)), r"\(2, 5, 25\)"),
+    "mask of another length": (layer(mask=torch.ones(2, 4).bool()), r"mask.*\(2, 4\)"),
+    "mask of numbers": (layer(mask=torch.ones(2, 5)), "mask.*float32"),
+    "state of another batch": (layer(state=state_of("metala", 3)), "state.*3"),
+    "state of another mixer": (layer(state=state_of("retnet", 2)), "state"),
+    "a state both ways": (layer(options=BOTH, state=state_of("metala", 2)), "bidirectional"),
+    "too few states": (language(lambda m: m(PROMPT, states=m(PROMPT)[1][:1])), "2.*1"),
+    "tokens without batch": (language(lambda m: m(PROMPT[0])), r"\(3,\)"),
+    "tokens that are numbers": (language(lambda m: m(PROMPT.float())), "float32"),
+    "empty prompt": (language(lambda m: m.generate(PROMPT[:, :0], 2)), r"\(2, 0\)"),
+    "negative temperature": (language(lambda m: m.generate(PROMPT, 2, temperature=-1.0)), "-1"),
+    "top_k of zero": (language(lambda m: m.generate(PROMPT, 2, top_k=0)), "top_k.*0"),
+    "fewer than no new tokens": (language(lambda m: m.generate(PROMPT, -2)), "-2"),
+    "prompts padded on the right": (
+        language(lambda m: m.generate(PROMPT, 2, mask=padded("right", [1, 3], 3))), "left"),
+    "generation both ways": (language(lambda m: m.generate(PROMPT, 2), **BOTH), "bidirectional"),
+    "released heads do not divide": (
+        lambda: LanguageModel.load_official(released_weights(), 3), "n_heads = 3"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_one_clear_error_for(what):
+    call, words = BAD[what]
+    with pytest.raises((ValueError, TypeError), match=words) as caught:
+        call()
+    assert len(str(caught.value)) < 300
+
+
+# ── 13  The scripts ──────────────────────────────────────────────────────────────────────────────
+
+
+# ── 14  The README: its Python runs, its commands name files and flags that exist ────────────────
+
+
+def readme_blocks(*languages):
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S)
+    return [code for language, code in blocks if language in languages]
+
+
+def test_the_readmes_python_blocks_run_in_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks, namespace = readme_blocks("python"), {"__name__": "readme"}
+    assert blocks
+    for code in blocks:
+        exec(compile(code, "README.md", "exec"), namespace)
+
+
+def test_the_readmes_commands_name_existing_files_and_flags(capsys):
+    text = "\n".join(readme_blocks("bash", "sh", "shell", "console")).replace("\\\n", " ")
+    found = re.findall(r"(\w+\.py)\b([^\n;&|#]*)", text)
+    assert found
+    for script, arguments in found:
+        assert (HERE / script).is_file(), script
+        if script.startswith("train_"):
+            with pytest.raises(SystemExit) as stop:
+                importlib.import_module(script[:-3]).main(["--help"])
+            assert not stop.value.code
+            offered = capsys.readouterr().out
+            for flag in re.findall(r"--[\w-]+", arguments):
+                assert re.search(rf"{flag}(?![\w-])", offered), f"{script} has no {flag}"
