@@ -99,20 +99,21 @@ def needle(rng, n, T, N, vocab, filler):
     """A passkey of N tokens, hidden behind a marker at a random depth, asked for at the end.
 
         position    0    1    2    3    4    5    6    7    8    9   10   11
-        filler     33   71   12                       90   64
-        passkey                   HIDE 207  144  181
-        question                                                ASK 207  144
-        answer                                                  207 144  181
+        filler      0    0    0                        0    0
+        passkey                  HIDE  247  240  251
+        question                                                ASK  247  240
+        answer                                                  247  240  251
 
-    Filler comes from the lower half of the vocabulary, the passkey from the upper, no token twice.
+    The passkey's digits are the last 16 tokens of the vocabulary (2N if that is more), none twice.
     """
-    HIDE, ASK, half = 1, 2, vocab // 2
+    HIDE, ASK = 1, 2
+    digit = vocab - max(16, 2 * N)  # the first of them
     if 2 * N + 1 > T:
         raise ValueError(f"a passkey of {N} tokens needs --length {2 * N + 1} or more, not {T}")
-    if half < max(N, 4):
-        raise ValueError(f"a passkey of {N} needs --vocab {max(2 * N, 8)} or more, not {vocab}")
-    tokens = background(rng, n, T, 3, half, filler)                          # (n, T)
-    passkey = distinct(rng, n, N, half, vocab)                               # (n, N)
+    if digit < 4:
+        raise ValueError(f"a passkey of {N} needs --vocab {vocab + 4 - digit} or more, not {vocab}")
+    tokens = background(rng, n, T, 3, digit, filler)                         # (n, T)
+    passkey = distinct(rng, n, N, digit, vocab)                              # (n, N)
     depth = rng.integers(0, T - 2 * N, size=(n, 1))                          # (n, 1)
     hidden = depth + 1 + np.arange(N)                                        # (n, N)
     where = np.broadcast_to(np.arange(T - N, T), (n, N))
@@ -148,7 +149,8 @@ def background(rng, n, T, low, high, filler):
 
 # ── Shared by the four scripts: arguments, device, run folder, checkpoint, signals, optimiser ────
 
-MAY_CHANGE = {"preset", "resume", "out", "device", "compile", "eval_every", "until"}  # on --resume
+MAY_CHANGE = {"preset", "resume", "out", "device", "compile", "eval_every", "until",
+              "test_lengths"}  # from a run to its resumption
 
 
 def fail(message):
@@ -273,13 +275,13 @@ def load_checkpoint(args, model, optimizer, scaler):
     path, log = args.out / "checkpoint.pt", args.out / "log.jsonl"
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        script, step = saved["script"], saved["step"]
+        step, made_by = saved["step"], saved["script"]
     except FileNotFoundError:
         fail(f"--resume: there is no {path}")
     except Exception:  # torch.load raises many kinds; all mean the same to the user
-        fail(f"--resume: {path} is truncated, or not a checkpoint of this script")
-    if script != SCRIPT:
-        fail(f"--resume: {path} is a checkpoint of {script}")
+        fail(f"--resume: {path} is truncated, or not a checkpoint")
+    if made_by != SCRIPT:
+        fail(f"--resume: {path} was made by {made_by}")
     for name, value in vars(args).items():
         if name not in MAY_CHANGE and value != saved["args"].get(name):
             flag = "--" + name.replace("_", "-")
@@ -457,7 +459,8 @@ def train(args, device):
         raise SystemExit(128 + caught[0])
     print(f"{step} steps" + (f": {args.until:.0%} reached" if accuracy >= args.until else ""))
     report(args, run, model, accuracy, right, test)
-    result = dict(run, accuracy=accuracy, loss=loss, steps=step)
+    result = dict(accuracy=accuracy, loss=loss, steps=step, seconds=run["seconds"],
+                  best=run["best"])
     for index, length in enumerate(args.test_lengths, 1):
         longer = make_examples(args, device, TEST, index, args.test_examples, length)
         _, result[f"accuracy_{length}"], _ = evaluate(model, longer, args)
@@ -514,8 +517,7 @@ def main(argv=None):
     add("--length", type=at_least(1), help="tokens per example T")
     add("--pairs", type=at_least(1), help="questions N: key-value pairs, or tokens of the passkey")
     add("--vocab", type=at_least(4), help="vocabulary size")
-    add("--filler", default="auto", choices=["auto", "zero", "random"],
-        help="the other tokens; auto is zero for mqar, random for needle")
+    add("--filler", default="zero", choices=["zero", "random"], help="the other tokens")
     add("--examples", type=at_least(0), help="training set size; 0 makes every batch afresh")
     add("--test-examples", type=at_least(1), help="test set size")
     add("--test-lengths", type=at_least(1), nargs="*", default=[], metavar="T",
@@ -529,8 +531,6 @@ def main(argv=None):
     add("--sweep", type=at_least(0, float), nargs="*", metavar="LR",
         help=f"a run per learning rate; {SWEEP} if none is given")
     args = parse(parser, argv)
-    if args.filler == "auto":
-        args.filler = "random" if args.task == "needle" else "zero"
     device = choose_device(args)
     if args.sweep is not None:
         args.sweep = args.sweep or SWEEP
