@@ -104,16 +104,17 @@ def needle(rng, n, T, N, vocab, filler):
         question                                                ASK  247  240
         answer                                                  247  240  251
 
-    The passkey's digits are the last 16 tokens of the vocabulary (2N if that is more), none twice.
+    A passkey is made of different digits: the last 16 tokens of the vocabulary, or 2N if that is
+    more, but at most half of them all.
     """
     HIDE, ASK = 1, 2
-    digit = vocab - max(16, 2 * N)  # the first of them
+    digits = min(max(16, 2 * N), vocab // 2)
     if 2 * N + 1 > T:
         raise ValueError(f"a passkey of {N} tokens needs --length {2 * N + 1} or more, not {T}")
-    if digit < 4:
-        raise ValueError(f"a passkey of {N} needs --vocab {vocab + 4 - digit} or more, not {vocab}")
-    tokens = background(rng, n, T, 3, digit, filler)                         # (n, T)
-    passkey = distinct(rng, n, N, digit, vocab)                              # (n, N)
+    if vocab < max(2 * N, 8):
+        raise ValueError(f"a passkey of {N} needs --vocab {max(2 * N, 8)} or more, not {vocab}")
+    tokens = background(rng, n, T, 3, vocab - digits, filler)                # (n, T)
+    passkey = distinct(rng, n, N, vocab - digits, vocab)                     # (n, N)
     depth = rng.integers(0, T - 2 * N, size=(n, 1))                          # (n, 1)
     hidden = depth + 1 + np.arange(N)                                        # (n, N)
     where = np.broadcast_to(np.arange(T - N, T), (n, N))
