@@ -37,7 +37,7 @@ except ImportError:  # Windows has no flock: there, two runs in one folder go un
 
 SCRIPT = "train_mqar"
 LAPTOP = dict(length=64, pairs=8, vocab=256, examples=0, test_examples=500, d_model=64, layers=2,
-              heads=2, tie=True, dropout=0.0, steps=1000, batch=64, lr=5e-3, warmup=100,
+              heads=2, tie=True, dropout=0.0, steps=1500, batch=64, lr=5e-3, warmup=100,
               weight_decay=0.1, eval_every=50)
 
 
