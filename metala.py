@@ -289,6 +289,9 @@ class Mixer(nn.Module):
         D = self.d_model
         if not (x.dim() == 3 and x.shape[1] and x.shape[2] == D and x.is_floating_point()):
             raise ValueError(f"x must be floats (B, T ≥ 1, {D}), not {x.dtype} {tuple(x.shape)}")
+        dtype = self.o_proj.weight.dtype
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"x is {x.dtype}, but the layer's weights are {dtype}")
         if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
             raise ValueError(f"mask must be bool {tuple(x.shape[:2])}, "
                              f"not {mask.dtype} {tuple(mask.shape)}")
@@ -586,6 +589,9 @@ class Block(nn.Module):
         self.mixer = MIXERS[mixer](d_model, n_heads, **mixer_options)
         self.glu = GLU(d_model, math.ceil(2.75 * d_model / 8) * 8 if d_ff is None else d_ff)
         self.dropout = nn.Dropout(dropout)
+        with torch.no_grad():   # a new block says little, so that the embeddings reach every layer
+            for output in (self.mixer.o_proj, self.glu.w3):
+                output.weight.mul_(0.01)
 
     def forward(self, x, mask=None, state=None, in_place=False):
         y, state = self.mixer(rms_norm(x), mask, state, in_place)
