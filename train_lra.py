@@ -123,10 +123,11 @@ def read_listops(paths, args):
     """Lines `Source TAB Target` after a header. Source's parentheses only repeat the brackets."""
     number = {symbol: i for i, symbol in enumerate(SYMBOLS)}
     for split, path in enumerate(paths):
-        with open(path, encoding="utf-8") as file:
-            next(file, None)
-            for line_number, line in enumerate(file, 2):
-                where = f"{path}:{line_number}"
+        with open(path, encoding="utf-8", errors="replace") as file:
+            if not next(file, "").startswith("Source"):
+                fail(f"{path}:1: a header, Source and Target, expected")
+            for number_of_line, line in enumerate(file, 2):
+                where = f"{path}:{number_of_line}"
                 try:
                     source, target = line.rstrip("\n").split("\t")
                     words = source.replace("(", " ").replace(")", " ").split()
@@ -188,8 +189,8 @@ def generate_listops(args):
 # Text (IMDB reviews: is the reviewer pleased?) and Retrieval (AAN: does one paper cite the other?)
 
 def read_text(paths, args):
-    """One review per file, named <id>_<rating>.txt. The release has no validation split: it is the
-    last tenth of train by id here, because the reviews of one film are neighbours."""
+    """One review per file, named <id>_<rating>.txt. No validation split is published:
+    here it is the last tenth of each class by id, because the reviews of one film are neighbours."""
     for i, folder in enumerate(paths):
         label, files = i % 2, sorted(folder.glob("*_*.txt"), key=lambda p: (len(p.name), p.name))
         for k, path in enumerate(files):
@@ -252,7 +253,7 @@ def read_pathfinder(paths, args):
     for the test: the release has no split of its own."""
     metadata, rows = paths[0], []
     for path in sorted(metadata.glob("*.npy"), key=lambda p: (len(p.name), p.name)):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), 1):
             columns = line.split()
             if len(columns) < 4:
                 fail(f"{path}:{number}: folder, file, index and label expected, not {line[:60]!r}")
@@ -472,7 +473,10 @@ def prepare(args):
         if not (cache / name).exists():
             print(f"preparing {cache / name} (once)")
             shutil.rmtree(cache / f"{name}.tmp", ignore_errors=True)
-            write_arrays(cache / f"{name}.tmp", rows)
+            try:
+                write_arrays(cache / f"{name}.tmp", rows)
+            except OSError as error:  # a file that cannot be read, a full disk
+                fail(error)
             os.replace(cache / f"{name}.tmp", cache / name)
     return cache / name
 
@@ -685,6 +689,7 @@ def check_finite(loss, step):
 
 # ── Plain PyTorch from here on: data on the device, model, evaluation, training ──────────────────
 
+BENCH_SECONDS = 5
 ORDER = 3  # a random stream: every generator is seeded with [seed, stream, index]
 
 
@@ -740,7 +745,8 @@ def training_batches(args, data):
     """step → rows of its batch: a function of the step alone, so that a resumed run continues.
 
     Where lengths differ, a batch is made of similar ones: every 50 batches' worth of the shuffled
-    epoch is sorted by length before it is cut, and then all batches are shuffled. PADDING
+    epoch is sorted by length before it is cut, and then all batches are shuffled. On IMDB, an
+    epoch then has 1.13 times its real tokens, and 3.08 times without this.
     """
     rows = data.splits[TRAIN]
     per_epoch = len(rows) // args.batch
@@ -943,7 +949,7 @@ def bench(args, device):
             for _ in range(3):  # compilation and the like
                 step().item()
             began, steps, seconds = time.perf_counter(), 0, 0.0
-            while seconds < 5:
+            while seconds < BENCH_SECONDS:
                 loss = [step() for _ in range(max(1, steps))][-1].item()  # waits for the GPU
                 steps, seconds = steps + max(1, steps), time.perf_counter() - began
         except torch.OutOfMemoryError:
@@ -952,6 +958,9 @@ def bench(args, device):
         rates[args.mixer] = steps / seconds
         print(f"{args.mixer:10} {steps / seconds:9.3f} steps/s, {args.batch} × {P} × {args.length} "
               f"tokens each; {args.steps:,} steps take {args.steps * seconds / steps / 3600:.1f} h")
+    if len(rates) == 2:
+        (one, fast), (other, slow) = rates.items()
+        print(f"{one} is {fast / slow:.2f} times as fast as {other}")
     return rates
 
 
