@@ -49,8 +49,10 @@ import torch
 import triton
 import triton.language as tl
 
-LOG_ALPHA_MIN = tl.constexpr(-40.0)
-FAST_LIMIT = tl.constexpr(-100.0)       # log decay of a chunk down to which one reference serves
+# Decays are kept as log₂ α, because 2^x is one instruction.
+LOG2_E = tl.constexpr(math.log2(math.e))
+LOG2_MIN = tl.constexpr(-58.0)          # the least log₂ α: e^-40
+FAST_LIMIT = tl.constexpr(-90.0)        # log₂ decay of a chunk down to which one reference serves
 
 
 # ── Parts ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -64,11 +66,11 @@ def at_head(ptr, i_b, i_h, T, H, D):
 
 
 @triton.jit
-def load(ptr, t0, T, row, c0, D, C: tl.constexpr, BD: tl.constexpr):
-    """Steps t0 … t0 + C − 1, columns c0 … c0 + BD − 1, zero outside (T, D). → (C, BD)"""
+def load(ptr, t0, T, row, c0, D, C: tl.constexpr, BD: tl.constexpr, other=0.0):
+    """Steps t0 … t0 + C − 1, columns c0 … c0 + BD − 1, `other` outside (T, D). → (C, BD)"""
     t, c = tl.arange(0, C), c0 + tl.arange(0, BD)
     ptr += t0.to(tl.int64) * row
-    return tl.load(ptr + t[:, None] * row + c[None, :], mask=(t0 + t < T)[:, None] & (c < D)[None, :], other=0.0)
+    return tl.load(ptr + t[:, None] * row + c[None, :], mask=(t0 + t < T)[:, None] & (c < D)[None, :], other=other)
 
 
 @triton.jit
@@ -86,137 +88,163 @@ def state_tile(Dk, Dv, c0, BK: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def log_alpha(x, inv_tau, LOGITS: tl.constexpr):
-    """g = log σ(x) / τ from logits, or x itself. log(1 + e) = 2 artanh(e / (2 + e)) as a series: 2e-7 relative
-    even where 1 + e rounds to 1."""
-    x = x.to(tl.float32)
+def log2_alpha(x, inv_tau, LOGITS: tl.constexpr):
+    """log₂ α = log₂ σ(a) / τ from logits a, or from x = log α. With e = exp(−|a|) ≤ 1,
+
+        log₂ σ(a) = min(a, 0) log₂ e − log₂(1 + e),      log₂(1 + e) / e by a polynomial of degree 7
+
+    (minimax on [0, 1]): 3e-7 relative, also where 1 + e rounds to 1 and a plain log would return 0.
+    """
+    x = x.to(tl.float32) * LOG2_E
     if LOGITS:
-        e = tl.exp(-tl.abs(x))
-        z = e / (2.0 + e)                                                      # ≤ 1/3
-        y = z * z
-        series = 1 + y * (1 / 3 + y * (1 / 5 + y * (1 / 7 + y * (1 / 9 + y * (1 / 11 + y * (1 / 13))))))
-        x = (tl.minimum(x, 0.0) - 2.0 * z * series) * inv_tau
-    return tl.maximum(x, LOG_ALPHA_MIN)
+        e = tl.exp2(-tl.abs(x))
+        p = 0.0636078419 + e * -0.0123194592
+        p = 0.25600967 + e * (-0.155351803 + e * p)
+        p = 1.44269476 + e * (-0.721310088 + e * (0.480063694 + e * (-0.35339481 + e * p)))
+        x = (tl.minimum(x, 0.0) - e * p) * inv_tau
+    return tl.maximum(x, LOG2_MIN)
 
 
 @triton.jit
-def one_minus_exp(g):
-    """k = 1 − e^g = −expm1(g), to 2e-7 relative near 0 too."""
-    near = -g * (1 + g * (1 / 2 + g * (1 / 6 + g * (1 / 24 + g * (1 / 120)))))
-    return tl.where(g > -0.25, near, 1.0 - tl.exp(g))
+def key_of(g):
+    """k = 1 − α = 1 − 2^g. Near 0 the difference cancels; there the series of −expm1(x), x = g ln 2, takes over."""
+    x = g / LOG2_E
+    return tl.where(g > -0.1, -x * (1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24)))), 1.0 - tl.exp2(g))
+
+
+@triton.jit
+def slope(a):
+    """σ(−a), the derivative of log σ(a), exact to float32 on both sides."""
+    e = tl.exp2(-tl.abs(a) * LOG2_E)
+    return tl.where(a > 0, e, 1.0) / (1.0 + e)
+
+
+@triton.jit
+def sums(M, x, OP: tl.constexpr):
+    """M x for a 0/1 matrix M (C, C): sums over time, cheaper on the tensor cores than as a scan. In 16 bits x is
+    split in two halves, which keeps 17 bits of each term."""
+    if OP == tl.bfloat16:
+        high = x.to(OP)
+        total = tl.dot(M, (x - high.to(tl.float32)).to(OP), tl.dot(M, high))
+    else:
+        total = tl.dot(M, x, input_precision="ieee")
+    return total
 
 
 @triton.jit
 def decays_and_keys(g_ptr, k_ptr, t0, T, H, Dk, inv_tau, LOGITS: tl.constexpr, KEY: tl.constexpr,
                     C: tl.constexpr, BK: tl.constexpr):
-    """g and k (C, BK) in float32; beyond the sequence g = 0 and k = 0, so the state stays as it is."""
-    t, c = t0 + tl.arange(0, C), tl.arange(0, BK)
-    g = log_alpha(load(g_ptr, t0, T, H * Dk, 0, Dk, C, BK), inv_tau, LOGITS)
-    g = tl.where((t < T)[:, None] & (c < Dk)[None, :], g, 0.0)
-    if KEY:
-        k = load(k_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-    else:
-        k = one_minus_exp(g)
-    return g, k
+    """log₂ α and k (C, BK) in float32; beyond the sequence α = 1 and k = 0, which leaves the state as it is."""
+    g = log2_alpha(load(g_ptr, t0, T, H * Dk, 0, Dk, C, BK, 1e4 if LOGITS else 0.0), inv_tau, LOGITS)
+    return g, load(k_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) if KEY else key_of(g)
 
 
 @triton.jit
-def row_of(ptr, t, T, row, D, BD: tl.constexpr):
-    """One step's row (BD,) in float32, zeros beyond the sequence."""
-    c = tl.arange(0, BD)
-    return tl.load(ptr + t.to(tl.int64) * row + c, mask=c < tl.where(t < T, D, 0), other=0.0).to(tl.float32)
-
-
-@triton.jit
-def exact_map(q, g_ptr, k_ptr, t0, T, H, Dk, inv_tau, LOGITS: tl.constexpr, KEY: tl.constexpr,
-              C: tl.constexpr, BK: tl.constexpr):
-    """Step 1 for chunks that forget too much for one reference: column j of A is Σ_c q_c k_jc W_c.
-
-    From the last column to the first, W_i = α_{j+1} ⋯ α_i for i > j, 1 for i = j, 0 before.
-    """
-    i = tl.arange(0, C)
-    A = tl.zeros([C, C], tl.float32)
-    W = tl.zeros([C, BK], tl.float32)
-    alpha = tl.zeros([BK], tl.float32)
-    for n in range(C):
-        j = C - 1 - n
-        W = tl.where((i == j)[:, None], 1.0, W * alpha[None, :])
-        g_j = log_alpha(row_of(g_ptr, t0 + j, T, H * Dk, Dk, BK), inv_tau, LOGITS)
-        k_j = row_of(k_ptr, t0 + j, T, H * Dk, Dk, BK) if KEY else one_minus_exp(g_j)
-        A += tl.where((i == j)[None, :], tl.sum(q * W * k_j[None, :], 1)[:, None], 0.0)
-        alpha = tl.exp(g_j)
-    return A
-
-
-@triton.jit
-def exact_grads(q, P, g_ptr, k_ptr, t0, T, H, Dk, inv_tau, LOGITS: tl.constexpr, KEY: tl.constexpr,
-                C: tl.constexpr, BK: tl.constexpr):
-    """Step 4 for the same chunks: Aᵀ, and what dq and dk get from inside the chunk."""
-    i = tl.arange(0, C)
-    At = tl.zeros([C, C], tl.float32)
-    dq = tl.zeros([C, BK], tl.float32)
-    dk = tl.zeros([C, BK], tl.float32)
-    W = tl.zeros([C, BK], tl.float32)
-    alpha = tl.zeros([BK], tl.float32)
-    for n in range(C):
-        j = C - 1 - n
-        W = tl.where((i == j)[:, None], 1.0, W * alpha[None, :])
-        g_j = log_alpha(row_of(g_ptr, t0 + j, T, H * Dk, Dk, BK), inv_tau, LOGITS)
-        k_j = row_of(k_ptr, t0 + j, T, H * Dk, Dk, BK) if KEY else one_minus_exp(g_j)
-        P_j = tl.sum(tl.where((i == j)[None, :], P, 0.0), 1)                   # (C,), column j
-        At += tl.where((i == j)[:, None], tl.sum(q * W * k_j[None, :], 1)[None, :], 0.0)
-        dq += P_j[:, None] * k_j[None, :] * W
-        dk += tl.where((i == j)[:, None], tl.sum(P_j[:, None] * q * W, 0)[None, :], 0.0)
-        alpha = tl.exp(g_j)
-    return At, dq, dk
+def gate_row(g_ptr, k_ptr, t, T, H, Dk, inv_tau, LOGITS: tl.constexpr, KEY: tl.constexpr, BK: tl.constexpr):
+    """log₂ α and k of one step, (BK,) each in float32. Beyond the sequence α = 1, k = 0: the state stays as it is."""
+    c = tl.arange(0, BK)
+    at, mask = t.to(tl.int64) * H * Dk + c, c < tl.where(t < T, Dk, 0)
+    g = log2_alpha(tl.load(g_ptr + at, mask=mask, other=1e4 if LOGITS else 0.0), inv_tau, LOGITS)
+    return g, tl.load(k_ptr + at, mask=mask, other=0.0).to(tl.float32) if KEY else key_of(g)
 
 
 # ── Kernels ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 @triton.jit
-def states_kernel(x_ptr, y_ptr, g_ptr, U_ptr, D_ptr, T, H, Dk, Dv, n_seg, per_seg, inv_tau, scale,
-                  FORWARD: tl.constexpr, LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr,
-                  PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """What one segment alone adds to the state after it, or to the state's gradient before it.
+def decays_kernel(k_ptr, g_ptr, F_ptr, kR_ptr, R_ptr, total_ptr, T, H, Dk, inv_tau, WRITE_R: tl.constexpr,
+                  LOGITS: tl.constexpr, KEY: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
+    """Step 1: F, k ⊙ R, for the backward pass R too, and the chunk's log₂ decay. One program: one chunk of one head,
+    one warp, ROWS steps at a time: prefix sums across warps would cost more than all the rest."""
+    n_chunk = tl.cdiv(T, C)
+    i_c, i_bh = tl.program_id(0) % n_chunk, (tl.program_id(0) // n_chunk).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    k_ptr, g_ptr = at_head(k_ptr, i_b, i_h, T, H, Dk), at_head(g_ptr, i_b, i_h, T, H, Dk)
+    F_ptr, R_ptr = at_head(F_ptr, i_b, i_h, T, H, Dk), at_head(R_ptr, i_b, i_h, T, H, Dk)
+    kR_ptr = at_head(kR_ptr, i_b, i_h, T, H, Dk)
+    t0, c = i_c * C, tl.arange(0, BK)
 
-        forward    U = Σ_j (k_j ⊙ e^{g_{j+1} + … + g_end})ᵀ v_j       x = k, y = v, from the last step to the first
-        backward   U = Σ_i (s q_i ⊙ e^{g_1 + … + g_i})ᵀ do_i          x = q, y = do, from the first to the last
+    total = tl.zeros([BK], tl.float32)
+    for n in range(0, C, ROWS):
+        g, k = decays_and_keys(g_ptr, k_ptr, t0 + n, T, H, Dk, inv_tau, LOGITS, KEY, ROWS, BK)
+        b = total[None, :] + tl.cumsum(g, 0)                                   # (ROWS, BK)
+        total += tl.sum(g, 0)
+        R = tl.exp2(-tl.maximum(b, FAST_LIMIT))
+        store(F_ptr, tl.exp2(b), t0 + n, T, H * Dk, 0, Dk, ROWS, BK)
+        store(kR_ptr, k * R, t0 + n, T, H * Dk, 0, Dk, ROWS, BK)
+        if WRITE_R:
+            store(R_ptr, R, t0 + n, T, H * Dk, 0, Dk, ROWS, BK)
+    tl.store(total_ptr + (i_bh * n_chunk + i_c) * Dk + c, total, mask=c < Dk)
 
-    and the segment's whole decay D. One program: one segment of one head, BV columns.
+    if tl.min(total, 0) < FAST_LIMIT:   # one reference does not do: R counts from the chunk's end instead
+        later = tl.zeros([BK], tl.float32)
+        for n in range(0, C, ROWS):
+            t = t0 + C - ROWS - n
+            g, k = decays_and_keys(g_ptr, k_ptr, t, T, H, Dk, inv_tau, LOGITS, KEY, ROWS, BK)
+            R = tl.exp2(later[None, :] + tl.cumsum(g, 0, reverse=True) - g)
+            later += tl.sum(g, 0)
+            store(kR_ptr, k * R, t, T, H * Dk, 0, Dk, ROWS, BK)
+            if WRITE_R:
+                store(R_ptr, R, t, T, H * Dk, 0, Dk, ROWS, BK)
+
+
+@triton.jit
+def chunk_decay(total_ptr, i, Dk, BK: tl.constexpr):
+    """For chunk i: e^{b_C}, the factor that turns k ⊙ R into what the chunk's end sees of k, whether it is fast."""
+    c = tl.arange(0, BK)
+    total = tl.load(total_ptr + i * Dk + c, mask=c < Dk, other=0.0)
+    fast = tl.min(total, 0) >= FAST_LIMIT
+    decay = tl.exp2(total)
+    return decay, tl.where(fast, decay, 1.0), fast
+
+
+@triton.jit
+def states_kernel(x_ptr, F_ptr, y_ptr, total_ptr, U_ptr, D_ptr, T, H, Dk, Dv, n_seg, per_seg, scale,
+                  FORWARD: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+                  C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """What one segment alone adds to the state after it, or to the state's gradient before it, and its decay D.
+
+        forward    U ← e^{b_C} ⊙ (U + (k ⊙ R)ᵀ v)       x = k ⊙ R, y = v, over the chunks from first to last
+        backward   U ← e^{b_C} ⊙ U + s (q ⊙ F)ᵀ do       x = q, y = do, from last to first
+
+    One program: one segment of one head, BV columns.
     """
     n_v = tl.cdiv(Dv, BV)
     i_v, rest = tl.program_id(0) % n_v, (tl.program_id(0) // n_v).to(tl.int64)
     i_m, i_bh = rest % (n_seg - 1), rest // (n_seg - 1)
     i_b, i_h = i_bh // H, i_bh % H
-    x_ptr, g_ptr = at_head(x_ptr, i_b, i_h, T, H, Dk), at_head(g_ptr, i_b, i_h, T, H, Dk)
+    x_ptr, F_ptr = at_head(x_ptr, i_b, i_h, T, H, Dk), at_head(F_ptr, i_b, i_h, T, H, Dk)
     y_ptr = at_head(y_ptr, i_b, i_h, T, H, Dv)
+    n_chunk = tl.cdiv(T, C)
     first = (i_m if FORWARD else i_m + 1) * per_seg
-    count = tl.minimum(per_seg, tl.cdiv(T, C) - first)
+    count = tl.minimum(per_seg, n_chunk - first)
 
     U = tl.zeros([BK, BV], tl.float32)
-    passed = tl.zeros([BK], tl.float32)                 # log decay between this chunk and the segment's end or start
+    D = tl.full([BK], 1.0, tl.float32)
     for n in range(count):
-        t0 = (first + (count - 1 - n if FORWARD else n)) * C
-        g, x = decays_and_keys(g_ptr, x_ptr, t0, T, H, Dk, inv_tau, LOGITS, KEY or not FORWARD, C, BK)
-        if FORWARD:
-            x = x * tl.exp(tl.cumsum(g, 0, reverse=True) - g + passed[None, :])
-        else:
-            x = x * scale * tl.exp(tl.cumsum(g, 0) + passed[None, :])
+        chunk = first + (n if FORWARD else count - 1 - n)
+        t0 = chunk * C
+        decay, end, _ = chunk_decay(total_ptr, i_bh * n_chunk + chunk, Dk, BK)
+        x = load(x_ptr, t0, T, H * Dk, 0, Dk, C, BK)
         y = load(y_ptr, t0, T, H * Dv, i_v * BV, Dv, C, BV).to(OP)
-        U = tl.dot(tl.trans(x.to(OP)), y, U, input_precision=PRECISION)
-        passed += tl.sum(g, 0)
-
+        if FORWARD:
+            # U e^{b_C} / end is U where the chunk is fast, and needs no product of its own
+            U = tl.dot(tl.trans(x.to(OP)), y, U * (decay / end)[:, None], input_precision=PRECISION) * end[:, None]
+        else:
+            F = load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK)
+            x = (x.to(tl.float32) * F.to(tl.float32) * scale).to(OP)
+            U = tl.dot(tl.trans(x), y, U * decay[:, None], input_precision=PRECISION)
+        D *= decay
     tile, mask = state_tile(Dk, Dv, i_v * BV, BK, BV)
     slot = i_bh * (n_seg - 1) + i_m
     tl.store(U_ptr + slot * Dk * Dv + tile, U, mask=mask)
     c = tl.arange(0, BK)
-    tl.store(D_ptr + slot * Dk + c, passed, mask=c < Dk)
+    tl.store(D_ptr + slot * Dk + c, D, mask=c < Dk)
 
 
 @triton.jit
 def scan_kernel(U_ptr, D_ptr, init_ptr, Dk, Dv, n, FORWARD: tl.constexpr, INIT: tl.constexpr,
                 ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """U_i ← e^{D_i} ⊙ U_{i-1} + U_i in place over n segments (from the last to the first when backward), U_{-1}
+    """U_i ← D_i ⊙ U_{i-1} + U_i in place over n segments (from the last to the first when backward), U_{-1}
     being init or zero. One program: BLOCK elements of one head's state, ROWS segments at a time."""
     n_block = tl.cdiv(Dk * Dv, BLOCK)
     i_bh = (tl.program_id(0) // n_block).to(tl.int64)
@@ -229,7 +257,7 @@ def scan_kernel(U_ptr, D_ptr, init_ptr, Dk, Dv, n, FORWARD: tl.constexpr, INIT: 
         slot = i_bh * n + (i0 + i if FORWARD else n - 1 - i0 - i)
         mask = (i0 + i < n)[:, None] & (e < Dk * Dv)[None, :]
         U = tl.load(U_ptr + slot[:, None] * Dk * Dv + e[None, :], mask=mask, other=0.0)        # (ROWS, BLOCK)
-        D = tl.exp(tl.load(D_ptr + slot[:, None] * Dk + (e // Dv)[None, :], mask=mask, other=0.0))
+        D = tl.load(D_ptr + slot[:, None] * Dk + (e // Dv)[None, :], mask=mask, other=1.0)
         D, U = tl.associative_scan((D, U), 0, then)
         U += D * S[None, :]
         tl.store(U_ptr + slot[:, None] * Dk * Dv + e[None, :], U, mask=mask)
@@ -243,18 +271,17 @@ def then(D1, U1, D2, U2):
 
 
 @triton.jit
-def output_kernel(q_ptr, k_ptr, v_ptr, g_ptr, init_ptr, seg_ptr, o_ptr, final_ptr, save_ptr,
-                  T, H, Dk, Dv, n_seg, per_seg, inv_tau, scale,
-                  INIT: tl.constexpr, SAVE: tl.constexpr, LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr,
+def output_kernel(q_ptr, F_ptr, kR_ptr, v_ptr, total_ptr, init_ptr, seg_ptr, o_ptr, final_ptr, save_ptr,
+                  T, H, Dk, Dv, n_seg, per_seg, scale, INIT: tl.constexpr, SAVE: tl.constexpr, OP: tl.constexpr,
                   PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Steps 1-3. Reads q, k or nothing, v, g or a, the state before the segment; writes o, the final state, and Ŝ
-    of each chunk when SAVE. One program: one segment of one head, BV columns; it keeps S in registers."""
+    """Steps 2-4. One program: one segment of one head, BV columns; it carries S in registers from chunk to chunk,
+    writes o, the final state, and the S before each chunk when SAVE."""
     n_v = tl.cdiv(Dv, BV)
     i_v, rest = tl.program_id(0) % n_v, (tl.program_id(0) // n_v).to(tl.int64)
     i_seg, i_bh = rest % n_seg, rest // n_seg
     i_b, i_h = i_bh // H, i_bh % H
-    q_ptr, k_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(k_ptr, i_b, i_h, T, H, Dk)
-    g_ptr = at_head(g_ptr, i_b, i_h, T, H, Dk)
+    q_ptr, F_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(F_ptr, i_b, i_h, T, H, Dk)
+    kR_ptr = at_head(kR_ptr, i_b, i_h, T, H, Dk)
     v_ptr, o_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(o_ptr, i_b, i_h, T, H, Dv)
     n_chunk = tl.cdiv(T, C)
     first = i_seg * per_seg
@@ -269,45 +296,39 @@ def output_kernel(q_ptr, k_ptr, v_ptr, g_ptr, init_ptr, seg_ptr, o_ptr, final_pt
         S = tl.load(init_ptr + i_bh * Dk * Dv + tile, mask=mask, other=0.0)
     for n in range(count):
         t0 = (first + n) * C
-        g, k = decays_and_keys(g_ptr, k_ptr, t0, T, H, Dk, inv_tau, LOGITS, KEY, C, BK)
+        decay, end, fast = chunk_decay(total_ptr, i_bh * n_chunk + first + n, Dk, BK)
         q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
+        q = (q * load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)).to(OP)       # q̃ (C, BK)
+        k = load(kR_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(OP)                           # k̃ (C, BK)
         v = load(v_ptr, t0, T, H * Dv, i_v * BV, Dv, C, BV).to(OP)
-        b, total = tl.cumsum(g, 0), tl.sum(g, 0)
-        fast = tl.min(total, 0) > FAST_LIMIT
-        r = tl.where(fast, 0.5 * total, 0.0)                                   # (BK,)
-        q_t = (q * tl.exp(b - r[None, :])).to(OP)                              # q̃ (C, BK)
-        k_t = (k * tl.exp((total - r)[None, :] - b)).to(OP)                    # k̃ (C, BK)
-        if fast:
-            A = tl.dot(q_t, tl.trans(k_t), input_precision=PRECISION)          # 1 (C, C)
-            A = tl.where(i[:, None] >= i[None, :], A, 0.0)
-        else:
-            k_t = (k * tl.exp(tl.cumsum(g, 0, reverse=True) - g)).to(OP)       # no b_C − b_j: it would cancel
-            A = exact_map(q, g_ptr, k_ptr, t0, T, H, Dk, inv_tau, LOGITS, KEY, C, BK)
-        S_hat = (S * tl.exp(r)[:, None]).to(OP)                                # Ŝ (BK, BV)
+        A = tl.dot(q, tl.trans(k), input_precision=PRECISION)                          # 2 (C, C)
+        A = tl.where(fast, tl.where(i[:, None] >= i[None, :], A, 0.0), 0.0).to(OP)
+        S_op = S.to(OP)
         if SAVE:
-            tl.store(save_ptr + (i_bh * n_chunk + first + n) * Dk * Dv + tile, S_hat, mask=mask)
-        o = tl.dot(q_t, S_hat, input_precision=PRECISION)                      # 3 (C, BV)
-        o = tl.dot(A.to(OP), v, o, input_precision=PRECISION)
+            tl.store(save_ptr + (i_bh * n_chunk + first + n) * Dk * Dv + tile, S_op, mask=mask)
+        o = tl.dot(q, S_op, input_precision=PRECISION)                                 # 3 (C, BV)
+        o = tl.dot(A, v, o, input_precision=PRECISION)
         store(o_ptr, o, t0, T, H * Dv, i_v * BV, Dv, C, BV)
-        U = tl.dot(tl.trans(k_t), v, input_precision=PRECISION)                # 2 (BK, BV)
-        S = S * tl.exp(total)[:, None] + U * tl.exp(r)[:, None]
+        S = tl.dot(tl.trans(k), v, S * (decay / end)[:, None], input_precision=PRECISION) * end[:, None]       # 4
     if i_seg == n_seg - 1:
         tl.store(final_ptr + i_bh * Dk * Dv + tile, S, mask=mask)
 
 
 @triton.jit
-def gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, save_ptr, do_ptr, dfinal_ptr, seg_ptr,
+def gradient_kernel(q_ptr, F_ptr, kR_ptr, R_ptr, v_ptr, g_ptr, total_ptr, save_ptr, do_ptr, dfinal_ptr, seg_ptr,
                     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dinit_ptr, part, T, H, Dk, Dv, n_seg, per_seg, inv_tau, scale,
                     DFINAL: tl.constexpr, DINIT: tl.constexpr, LOGITS: tl.constexpr, KEY: tl.constexpr,
                     OP: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Steps 4-5, from the segment's last chunk to its first. One program: one segment of one head, BV columns; it
-    keeps dS in registers. With several column blocks each writes its share of dq, dk, dg, `part` elements apart:
-    all three are sums over the columns of v."""
+    """Steps 5-6, from the segment's last chunk to its first. One program: one segment of one head, BV columns; it
+    carries dS in registers. With several column blocks each writes its share of dq, dk, dg, `part` elements apart:
+    all three are sums over the columns of v. F, k ⊙ R and R may lie in the memory of dq, dg and dk: each chunk is read by
+    the program that then overwrites it."""
     n_v = tl.cdiv(Dv, BV)
     i_v, rest = tl.program_id(0) % n_v, (tl.program_id(0) // n_v).to(tl.int64)
     i_seg, i_bh = rest % n_seg, rest // n_seg
     i_b, i_h = i_bh // H, i_bh % H
-    q_ptr, k_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(k_ptr, i_b, i_h, T, H, Dk)
+    q_ptr, kR_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(kR_ptr, i_b, i_h, T, H, Dk)
+    F_ptr, R_ptr = at_head(F_ptr, i_b, i_h, T, H, Dk), at_head(R_ptr, i_b, i_h, T, H, Dk)
     g_ptr = at_head(g_ptr, i_b, i_h, T, H, Dk)
     v_ptr, do_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(do_ptr, i_b, i_h, T, H, Dv)
     dq_ptr, dk_ptr = at_head(dq_ptr, i_b, i_h, T, H, Dk) + i_v * part, at_head(dk_ptr, i_b, i_h, T, H, Dk) + i_v * part
@@ -317,7 +338,7 @@ def gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, save_ptr, do_ptr, dfinal_ptr, se
     count = tl.minimum(per_seg, n_chunk - first)
     tile, mask = state_tile(Dk, Dv, i_v * BV, BK, BV)
     i = tl.arange(0, C)
-    causal, causal_t = i[:, None] >= i[None, :], i[:, None] <= i[None, :]
+    before = (i[:, None] > i[None, :]).to(OP)
 
     dS = tl.zeros([BK, BV], tl.float32)
     if i_seg < n_seg - 1:
@@ -327,57 +348,144 @@ def gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, save_ptr, do_ptr, dfinal_ptr, se
     for n in range(count):
         chunk = first + count - 1 - n
         t0 = chunk * C
-        g, k = decays_and_keys(g_ptr, k_ptr, t0, T, H, Dk, inv_tau, LOGITS, KEY, C, BK)
-        q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
+        decay, end, fast = chunk_decay(total_ptr, i_bh * n_chunk + chunk, Dk, BK)
+        F = load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
+        q = (load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale * F).to(OP)       # q̃ (C, BK)
+        k = load(kR_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(OP)                                   # k̃ (C, BK)
         v = load(v_ptr, t0, T, H * Dv, i_v * BV, Dv, C, BV).to(OP)
         do = load(do_ptr, t0, T, H * Dv, i_v * BV, Dv, C, BV).to(OP)
-        S_hat = tl.load(save_ptr + (i_bh * n_chunk + chunk) * Dk * Dv + tile, mask=mask, other=0.0)
-        b, total = tl.cumsum(g, 0), tl.sum(g, 0)
-        fast = tl.min(total, 0) > FAST_LIMIT
-        r = tl.where(fast, 0.5 * total, 0.0)
-        to_q, to_k = tl.exp(b - r[None, :]), tl.exp((total - r)[None, :] - b)  # (C, BK)
-        if not fast:
-            to_k = tl.exp(tl.cumsum(g, 0, reverse=True) - g)
-        q_t, k_t = (q * to_q).to(OP), (k * to_k).to(OP)                        # q̃, k̃ (C, BK)
-        P = tl.where(causal, tl.dot(do, tl.trans(v), input_precision=PRECISION), 0.0)          # (C, C)
-        if fast:
-            At = tl.where(causal_t, tl.dot(k_t, tl.trans(q_t), input_precision=PRECISION), 0.0)
-            Pt = tl.where(causal_t, tl.dot(v, tl.trans(do), input_precision=PRECISION), 0.0)
-            dq = tl.dot(P.to(OP), k_t, input_precision=PRECISION)              # (C, BK), still without to_q
-            dk = tl.dot(Pt.to(OP), q_t, input_precision=PRECISION)
-            z = q_t.to(tl.float32) * dq - k_t.to(tl.float32) * dk
-            dq, dk = dq * to_q, dk * to_k
-        else:
-            At, dq, dk = exact_grads(q, P, g_ptr, k_ptr, t0, T, H, Dk, inv_tau, LOGITS, KEY, C, BK)
-            z = q * dq - k * dk
-        dS_hat = (dS * tl.exp(r)[:, None]).to(OP)                              # dŜ' (BK, BV)
-        read = tl.dot(do, tl.trans(S_hat), input_precision=PRECISION)          # (C, BK)
-        write = tl.dot(v, tl.trans(dS_hat), input_precision=PRECISION)
-        z += q_t.to(tl.float32) * read - k_t.to(tl.float32) * write
-        dq += read * to_q
-        dk += write * to_k
-        dv = tl.dot(k_t, dS_hat, input_precision=PRECISION)                    # (C, BV)
-        dv = tl.dot(At.to(OP), do, dv, input_precision=PRECISION)
-        store(dv_ptr, dv, t0, T, H * Dv, i_v * BV, Dv, C, BV)
-        Z = dS * tl.exp(total - r)[:, None] + tl.dot(tl.trans(q_t), do, input_precision=PRECISION)
-        dS = Z * tl.exp(r)[:, None]
-        e = tl.sum(S_hat.to(tl.float32) * Z, 1)                                # (BK,)
-        dg = e[None, :] - (tl.cumsum(z, 0) - z)                                # 5 (C, BK)
 
+        dS_end = (dS * end[:, None]).to(OP)                                                    # dŜ' (BK, BV)
+        At = tl.dot(k, tl.trans(q), input_precision=PRECISION)                                 # (C, C)
+        At = tl.where(fast, tl.where(i[:, None] <= i[None, :], At, 0.0), 0.0).to(OP)
+        dv = tl.dot(k, dS_end, input_precision=PRECISION)                                      # (C, BV)
+        dv = tl.dot(At, do, dv, input_precision=PRECISION)
+        store(dv_ptr, dv, t0, T, H * Dv, i_v * BV, Dv, C, BV)
+
+        Pt = tl.dot(v, tl.trans(do), input_precision=PRECISION)                                # (C, C)
+        Pt = tl.where(fast, tl.where(i[:, None] <= i[None, :], Pt, 0.0), 0.0).to(OP)
+        dk = tl.dot(v, tl.trans(dS_end), input_precision=PRECISION)                            # (C, BK)
+        dk = tl.dot(Pt, q, dk, input_precision=PRECISION)
+        y = k.to(tl.float32) * dk                                                              # k ⊙ dk
+
+        P = tl.dot(do, tl.trans(v), input_precision=PRECISION)                                 # (C, C)
+        P = tl.where(fast, tl.where(i[:, None] >= i[None, :], P, 0.0), 0.0).to(OP)
+        S = tl.load(save_ptr + (i_bh * n_chunk + chunk) * Dk * Dv + tile, mask=mask, other=0.0)
+        dq = tl.dot(do, tl.trans(S), input_precision=PRECISION)                                # (C, BK)
+        dq = tl.dot(P, k, dq, input_precision=PRECISION)
+
+        dS = tl.dot(tl.trans(q), do, dS * decay[:, None], input_precision=PRECISION)           # (BK, BV)
+        e = tl.sum(S.to(tl.float32) * dS, 1)                                                   # (BK,)
+        dg = e[None, :] - sums(before, q.to(tl.float32) * dq - y, OP)                          # 6 (C, BK)
+        dk *= load(R_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
+        dq *= load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
         if not KEY:
-            dg -= dk * tl.exp(g)
+            dg += y - dk                                                                       # − dk ⊙ α
+        x = load(g_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
         if LOGITS:
-            a = load(g_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-            small = tl.exp(-tl.abs(a))
-            dg *= tl.where(a > 0, small, 1.0) / (1.0 + small) * inv_tau        # σ(−a) / τ
-        dg = tl.where(g > LOG_ALPHA_MIN, dg, 0.0)
-        store(dq_ptr, dq * scale, t0, T, H * Dk, 0, Dk, C, BK)
+            dg *= slope(x) * inv_tau
+        dg = tl.where(x * inv_tau > LOG2_MIN / LOG2_E, dg, 0.0)         # where log α was clamped it does not depend on x
+        tl.debug_barrier()              # all of F, k ⊙ R and R is read before it is overwritten
+        store(dq_ptr, dq, t0, T, H * Dk, 0, Dk, C, BK)
         store(dg_ptr, dg, t0, T, H * Dk, 0, Dk, C, BK)
         if KEY:
             store(dk_ptr, dk, t0, T, H * Dk, 0, Dk, C, BK)
     if DINIT:
         if i_seg == 0:
             tl.store(dinit_ptr + i_bh * Dk * Dv + tile, dS, mask=mask)
+
+
+@triton.jit
+def exact_output_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, o_ptr, T, H, Dk, Dv, inv_tau, scale,
+                        LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+                        C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Adds A v for the chunks that forget too much for one reference; all other programs leave at once.
+
+    A comes column by column, from the last to the first: A[:, j] = Σ_c q_c k_jc W_c with W_i = α_{j+1} ⋯ α_i.
+    """
+    n_chunk = tl.cdiv(T, C)
+    i_c, i_bh = tl.program_id(0) % n_chunk, (tl.program_id(0) // n_chunk).to(tl.int64)
+    _, _, fast = chunk_decay(total_ptr, i_bh * n_chunk + i_c, Dk, BK)
+    if fast:
+        return
+    i_b, i_h = i_bh // H, i_bh % H
+    q_ptr, k_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(k_ptr, i_b, i_h, T, H, Dk)
+    g_ptr = at_head(g_ptr, i_b, i_h, T, H, Dk)
+    v_ptr, o_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(o_ptr, i_b, i_h, T, H, Dv)
+    t0, i = i_c * C, tl.arange(0, C)
+    q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
+    A = tl.zeros([C, C], tl.float32)
+    W = tl.zeros([C, BK], tl.float32)
+    alpha = tl.zeros([BK], tl.float32)
+    for n in range(C):
+        j = C - 1 - n
+        W = tl.where((i == j)[:, None], 1.0, W * alpha[None, :])
+        g_j, k_j = gate_row(g_ptr, k_ptr, t0 + j, T, H, Dk, inv_tau, LOGITS, KEY, BK)
+        A += tl.where((i == j)[None, :], tl.sum(q * W * k_j[None, :], 1)[:, None], 0.0)
+        alpha = tl.exp2(g_j)
+    for c0 in range(0, Dv, BV):
+        v = load(v_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+        o = load(o_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
+        store(o_ptr, tl.dot(A.to(OP), v, o, input_precision=PRECISION), t0, T, H * Dv, c0, Dv, C, BV)
+
+
+@triton.jit
+def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, dg_ptr,
+                          T, H, Dk, Dv, inv_tau, scale, LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr,
+                          PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Adds what the same chunks' own pairs (read i ≥ write j) give to dq, dk, dv and dg."""
+    n_chunk = tl.cdiv(T, C)
+    i_c, i_bh = tl.program_id(0) % n_chunk, (tl.program_id(0) // n_chunk).to(tl.int64)
+    _, _, fast = chunk_decay(total_ptr, i_bh * n_chunk + i_c, Dk, BK)
+    if fast:
+        return
+    i_b, i_h = i_bh // H, i_bh % H
+    q_ptr, k_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(k_ptr, i_b, i_h, T, H, Dk)
+    g_ptr, dg_ptr = at_head(g_ptr, i_b, i_h, T, H, Dk), at_head(dg_ptr, i_b, i_h, T, H, Dk)
+    dq_ptr, dk_ptr = at_head(dq_ptr, i_b, i_h, T, H, Dk), at_head(dk_ptr, i_b, i_h, T, H, Dk)
+    v_ptr, dv_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(dv_ptr, i_b, i_h, T, H, Dv)
+    do_ptr = at_head(do_ptr, i_b, i_h, T, H, Dv)
+    t0, i = i_c * C, tl.arange(0, C)
+    P = tl.zeros([C, C], tl.float32)
+    for c0 in range(0, Dv, BV):
+        v = load(v_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+        do = load(do_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+        P = tl.dot(do, tl.trans(v), P, input_precision=PRECISION)
+    q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
+    At = tl.zeros([C, C], tl.float32)
+    dq = tl.zeros([C, BK], tl.float32)
+    dk = tl.zeros([C, BK], tl.float32)
+    W = tl.zeros([C, BK], tl.float32)
+    alpha = tl.zeros([BK], tl.float32)
+    for n in range(C):
+        j = C - 1 - n
+        W = tl.where((i == j)[:, None], 1.0, W * alpha[None, :])
+        g_j, k_j = gate_row(g_ptr, k_ptr, t0 + j, T, H, Dk, inv_tau, LOGITS, KEY, BK)
+        At += tl.where((i == j)[:, None], tl.sum(q * W * k_j[None, :], 1)[None, :], 0.0)
+        pW = tl.sum(tl.where((i == j)[None, :], P, 0.0), 1)[:, None] * W                       # P[:, j] W (C, BK)
+        dq += pW * k_j[None, :]
+        dk += tl.where((i == j)[:, None], tl.sum(pW * q, 0)[None, :], 0.0)
+        alpha = tl.exp2(g_j)
+    for c0 in range(0, Dv, BV):
+        do = load(do_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+        dv = load(dv_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
+        store(dv_ptr, tl.dot(At.to(OP), do, dv, input_precision=PRECISION), t0, T, H * Dv, c0, Dv, C, BV)
+    x = load(g_ptr, t0, T, H * Dk, 0, Dk, C, BK, 1e4 if LOGITS else 0.0)
+    g = log2_alpha(x, inv_tau, LOGITS)
+    k = load(k_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) if KEY else key_of(g)
+    dg = -sums((i[:, None] > i[None, :]).to(OP), q * dq - k * dk, OP)          # 6, with e = 0
+    if not KEY:
+        dg -= dk * tl.exp2(g)
+    if LOGITS:
+        dg *= slope(x.to(tl.float32)) * inv_tau
+    dg = tl.where(g > LOG2_MIN, dg, 0.0)
+    dq = dq * scale + load(dq_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
+    store(dq_ptr, dq, t0, T, H * Dk, 0, Dk, C, BK)
+    dg += load(dg_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
+    store(dg_ptr, dg, t0, T, H * Dk, 0, Dk, C, BK)
+    if KEY:
+        dk += load(dk_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
+        store(dk_ptr, dk, t0, T, H * Dk, 0, Dk, C, BK)
 
 
 @triton.jit
@@ -388,13 +496,13 @@ def step_kernel(q_ptr, k_ptr, v_ptr, g_ptr, S_ptr, o_ptr, out_ptr, H, Dk, Dv, in
     i_v, i_bh = tl.program_id(0) % n_v, (tl.program_id(0) // n_v).to(tl.int64)
     c, d = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     tile, mask = state_tile(Dk, Dv, i_v * BV, BK, BV)
-    g = log_alpha(tl.load(g_ptr + i_bh * Dk + c, mask=c < Dk, other=0.0), inv_tau, LOGITS)
+    g = log2_alpha(tl.load(g_ptr + i_bh * Dk + c, mask=c < Dk, other=0.0), inv_tau, LOGITS)
     q = tl.load(q_ptr + i_bh * Dk + c, mask=c < Dk, other=0.0).to(tl.float32) * scale
-    k = tl.load(k_ptr + i_bh * Dk + c, mask=c < Dk, other=0.0).to(tl.float32) if KEY else one_minus_exp(g)
+    k = tl.load(k_ptr + i_bh * Dk + c, mask=c < Dk, other=0.0).to(tl.float32) if KEY else key_of(g)
     v = tl.load(v_ptr + i_bh * Dv + d, mask=d < Dv, other=0.0).to(tl.float32)
     S = k[:, None] * v[None, :]
     if INIT:
-        S += tl.exp(g)[:, None] * tl.load(S_ptr + i_bh * Dk * Dv + tile, mask=mask, other=0.0)
+        S += tl.exp2(g)[:, None] * tl.load(S_ptr + i_bh * Dk * Dv + tile, mask=mask, other=0.0)
     tl.store(out_ptr + i_bh * Dk * Dv + tile, S, mask=mask)
     tl.store(o_ptr + i_bh * Dv + d, tl.sum(q[:, None] * S, 0), mask=d < Dv)
 
@@ -402,15 +510,16 @@ def step_kernel(q_ptr, k_ptr, v_ptr, g_ptr, S_ptr, o_ptr, out_ptr, H, Dk, Dv, in
 # ── Launches ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 # (16-bit inputs, key width up to) → C, columns of v a program, warps of output and states, warps of gradient
-CONFIGS = {(True, 64): (64, 128, 4, 8), (True, 128): (64, 64, 8, 8), (True, 256): (32, 32, 8, 8),
+CONFIGS = {(True, 64): (64, 128, 4, 4), (True, 128): (64, 64, 8, 8), (True, 256): (32, 32, 8, 8),
            (False, 64): (32, 64, 4, 8), (False, 128): (32, 32, 8, 8), (False, 256): (16, 16, 8, 8)}
 PROGRAMS = 512          # cut sequences into segments until there are about as many programs
+STAGES = 1
 
 
 class Plan:
     """Everything about a call that follows from its shapes: block sizes, segments, dtypes, launch arguments."""
 
-    def __init__(self, q, k, v, logits):
+    def __init__(self, q, k, v, tau):
         self.B, self.T, self.H, self.Dk = q.shape
         self.Dv = v.shape[-1]
         half = q.dtype != torch.float32
@@ -424,28 +533,40 @@ class Plan:
         wanted = triton.cdiv(PROGRAMS, self.heads * self.n_v)
         self.per_seg = triton.cdiv(self.n_chunk, min(wanted, self.n_chunk))
         self.n_seg = triton.cdiv(self.n_chunk, self.per_seg)
-        interpreted = not q.is_cuda
-        # 16-bit factors are bfloat16: float16 could not hold e^50. The interpreter's dot gets bfloat16 wrong.
-        self.op_dtype = torch.bfloat16 if half and not interpreted else torch.float32
-        self.shared = dict(LOGITS=logits, KEY=k is not None, OP=tl.bfloat16 if half and not interpreted else tl.float32,
-                           PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
-                           C=self.C, BK=self.BK, BV=self.BV)
+        # 16-bit factors are bfloat16: float16 has no room for 2^90. The interpreter's dot gets bfloat16 wrong.
+        self.op_dtype = torch.bfloat16 if half and q.is_cuda else torch.float32
+        self.inv_tau, self.scale = 1 / tau if tau > 0 else 1.0, self.Dk ** -0.5
+        self.gates = dict(LOGITS=tau > 0, KEY=k is not None)
+        self.tiles = dict(OP=tl.bfloat16 if half and q.is_cuda else tl.float32,
+                          PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+                          C=self.C, BK=self.BK, BV=self.BV, num_stages=STAGES)
+        self.sizes = self.T, self.H, self.Dk, self.Dv
 
-    def sizes(self, inv_tau):
-        return self.T, self.H, self.Dk, self.Dv, self.n_seg, self.per_seg, inv_tau, self.Dk ** -0.5
+    def like(self, x, reuse=None):
+        """A tensor shaped as x for factors: a new one, or the memory of `reuse`, if its elements have the size."""
+        if reuse is not None and reuse.element_size() == self.op_dtype.itemsize:
+            return reuse.view(self.op_dtype)
+        return torch.empty_like(x, dtype=self.op_dtype)
 
-    def boundary_states(self, x, y, g, init, inv_tau, forward):
+    def decays(self, k, g, F, kR, R=None):
+        total = torch.empty(self.heads, self.n_chunk, self.Dk, device=g.device, dtype=torch.float32)
+        decays_kernel[(self.heads * self.n_chunk,)](
+            k if k is not None else g, g, F, kR, R if R is not None else kR, total, self.T, self.H, self.Dk,
+            self.inv_tau, WRITE_R=R is not None,
+            **self.gates, ROWS=16, C=self.C, BK=self.BK, num_warps=max(1, self.BK // 64))
+        return total
+
+    def boundary_states(self, x, F, y, total, init, forward):
         """The state after each segment but the last (forward), or its gradient before each but the first."""
         n = self.n_seg - 1
-        U = torch.empty(self.heads, n, self.Dk, self.Dv, device=g.device, dtype=torch.float32)
+        U = torch.empty(self.heads, n, self.Dk, self.Dv, device=y.device, dtype=torch.float32)
         if n:
-            D = torch.empty(self.heads, n, self.Dk, device=g.device, dtype=torch.float32)
-            states_kernel[(self.heads * n * self.n_v,)](
-                x, y, g, U, D, *self.sizes(inv_tau), FORWARD=forward, **self.shared, num_warps=self.warps)
-            rows, block = min(16, triton.next_power_of_2(n)), 256
-            scan_kernel[(self.heads * triton.cdiv(self.Dk * self.Dv, block),)](
+            D = torch.empty(self.heads, n, self.Dk, device=y.device, dtype=torch.float32)
+            states_kernel[(self.heads * n * self.n_v,)](x, F, y, total, U, D, *self.sizes, self.n_seg, self.per_seg,
+                                                        self.scale, FORWARD=forward, **self.tiles, num_warps=self.warps)
+            scan_kernel[(self.heads * triton.cdiv(self.Dk * self.Dv, 256),)](
                 U, D, init if init is not None else U, self.Dk, self.Dv, n, FORWARD=forward, INIT=init is not None,
-                ROWS=rows, BLOCK=block, num_warps=4)
+                ROWS=min(16, triton.next_power_of_2(n)), BLOCK=256, num_warps=4)
         return U
 
 
@@ -459,19 +580,25 @@ def on_device(x):
 def forward_op(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor, state: torch.Tensor | None,
                tau: float, save: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, v, g, state = (x if x is None else x.contiguous() for x in (q, k, v, g, state))
-    plan, inv_tau = Plan(q, k, v, tau > 0), 1 / tau if tau > 0 else 1.0
+    plan = Plan(q, k, v, tau)
     o, final, saved = forward_fake(q, k, v, g, state, tau, save)
     with on_device(q):
-        seg = plan.boundary_states(k if k is not None else g, v, g, state, inv_tau, forward=True)
+        F, kR = plan.like(q), plan.like(q)
+        total = plan.decays(k, g, F, kR)
+        seg = plan.boundary_states(kR, F, v, total, state, forward=True)
         output_kernel[(plan.heads * plan.n_seg * plan.n_v,)](
-            q, k if k is not None else g, v, g, state if state is not None else final, seg, o, final, saved,
-            *plan.sizes(inv_tau), INIT=state is not None, SAVE=save, **plan.shared, num_warps=plan.warps)
+            q, F, kR, v, total, state if state is not None else final, seg, o, final, saved,
+            *plan.sizes, plan.n_seg, plan.per_seg, plan.scale, INIT=state is not None, SAVE=save,
+            **plan.tiles, num_warps=plan.warps)
+        exact_output_kernel[(plan.heads * plan.n_chunk,)](
+            q, k if k is not None else g, v, g, total, o, *plan.sizes, plan.inv_tau, plan.scale,
+            **plan.gates, **plan.tiles, num_warps=4)
     return o, final, saved
 
 
 @forward_op.register_fake
 def forward_fake(q, k, v, g, state, tau, save):
-    plan = Plan(q, k, v, tau > 0)
+    plan = Plan(q, k, v, tau)
     o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     final = torch.empty(plan.B, plan.H, plan.Dk, plan.Dv, dtype=torch.float32, device=q.device)
     chunks = plan.n_chunk if save else 0
@@ -484,19 +611,25 @@ def backward_op(do: torch.Tensor, dfinal: torch.Tensor | None, q: torch.Tensor, 
                 v: torch.Tensor, g: torch.Tensor, saved: torch.Tensor, tau: float, dinit_wanted: bool
                 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     do, dfinal, q, k, v, g = (x if x is None else x.contiguous() for x in (do, dfinal, q, k, v, g))
-    plan, inv_tau = Plan(q, k, v, tau > 0), 1 / tau if tau > 0 else 1.0
+    plan = Plan(q, k, v, tau)
     dq, dk, dv, dg, dinit = backward_fake(do, dfinal, q, k, v, g, saved, tau, dinit_wanted)
-    grads = [dq, dk, dg]
-    if plan.n_v > 1:
-        grads = [torch.empty(plan.n_v, *x.shape, dtype=torch.float32, device=x.device) for x in grads]
+    whole = plan.n_v == 1
+    grads = [dq, dk, dg] if whole else [
+        torch.empty(plan.n_v, *x.shape, dtype=torch.float32, device=x.device) for x in (dq, dk, dg)]
     with on_device(q):
-        seg = plan.boundary_states(q, do, g, dfinal, inv_tau, forward=False)
+        F, kR, R = (plan.like(q, x if whole else None) for x in (dq, dg, dk if k is not None else None))
+        total = plan.decays(k, g, F, kR, R)
+        seg = plan.boundary_states(q, F, do, total, dfinal, forward=False)
         gradient_kernel[(plan.heads * plan.n_seg * plan.n_v,)](
-            q, k if k is not None else g, v, g, saved, do, dfinal if dfinal is not None else dinit, seg,
-            grads[0], grads[1], dv, grads[2], dinit, q.numel(), *plan.sizes(inv_tau),
-            DFINAL=dfinal is not None, DINIT=dinit_wanted, **plan.shared, num_warps=plan.grad_warps)
-        if plan.n_v > 1:
-            dq, dk, dg = (torch.sum(x, 0, dtype=torch.float32).to(y.dtype) for x, y in zip(grads, (dq, dk, dg)))
+            q, F, kR, R, v, g, total, saved, do, dfinal if dfinal is not None else dinit, seg,
+            grads[0], grads[1], dv, grads[2], dinit, q.numel(), *plan.sizes, plan.n_seg, plan.per_seg,
+            plan.inv_tau, plan.scale, DFINAL=dfinal is not None, DINIT=dinit_wanted,
+            **plan.gates, **plan.tiles, num_warps=plan.grad_warps)
+        exact_gradient_kernel[(plan.heads * plan.n_chunk,)](
+            q, k if k is not None else g, v, g, total, do, grads[0], grads[1], dv, grads[2],
+            *plan.sizes, plan.inv_tau, plan.scale, **plan.gates, **plan.tiles, num_warps=4)
+        if not whole:
+            dq, dk, dg = (torch.sum(x, 0).to(y.dtype) for x, y in zip(grads, (dq, dk, dg)))
     return dq, dk, dv, dg, dinit
 
 
