@@ -40,6 +40,7 @@ from torch.utils.flop_counter import FlopCounterMode
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import train_lra
 import train_mqar
 from metala import MIXERS, Backbone, Block, LanguageModel, MetaLA, attention_map, linear_attention
 
@@ -794,7 +795,11 @@ def test_one_clear_error_for(what):
 # Each script's flags for 7 steps of 8 sequences, evaluated every second step
 TOY = {"train_mqar": "--length 16 --pairs 2 --vocab 16 --test-examples 24 --until 2 --dropout 0.2 "
                      "--layers 1 --d-model 16 --heads 2 --batch 8 --steps 7 --warmup 2 "
-                     "--eval-every 2"}
+                     "--eval-every 2",
+       # a data folder that cannot be written: the cache goes to the run folder
+       "train_lra": "--length 24 --shortest 3 --examples 400 --data-dir /dev/null --dropout 0.2 "
+                    "--layers 1 --d-model 16 --heads 2 --batch 8 --steps 7 --warmup 2 "
+                    "--eval-every 2"}
 scripts = pytest.mark.parametrize("script", TOY)
 
 def start(script, out, flags="", resume=False):
@@ -869,7 +874,11 @@ MISTAKES = {"--resume --lr 0.5": "--lr.*0.5", "--resume --batch 9": "--batch.*9"
             "--wat": "--wat", "--device tpu": "tpu", "--out /dev/null/x": "/dev/null"}
 OWN_MISTAKES = {"train_mqar": {
     "--pairs 5": "20.*16", "--pairs 4 --vocab 8": "vocab.*8", "--task needle --pairs 8": "17.*16",
-    "--examples 4": "4", "--option tau=-1": "-1", "--option tau": "tau", "--option no=1": "no"}}
+    "--examples 4": "4", "--option tau=-1": "-1", "--option tau": "tau", "--option no=1": "no"},
+    "train_lra": {
+        "--preset pathx --length 99": "99.*1024", "--preset text --generate": "text", "--conv x": "x",
+        "--accumulate 9": "9.*8", "--examples 100 --batch 200": "200.*96", "--bench foo": "foo",
+        "--conv 4 --bidirectional": "conv_size.*4", "--preset image --no-generate": "cifar-10"}}
 
 @pytest.mark.parametrize("script, flags, words", [
     (script, flags, words) for script in TOY
@@ -964,6 +973,139 @@ def test_the_sweep_returns_the_best_of_its_runs(tmp_path):
     best = {lr: max(line["accuracy"] for line in log_of(tmp_path / f"lr-{lr:g}")[1:])
             for lr in (1e-3, 1e-2)}
     assert result["best"] == best[result["lr"]] == max(best.values())
+
+# train_lra.py
+
+WORKED = {"[MAX 4 3 [MIN 2 3 ] 1 0 ]": 4, "[SM 9 8 7 [MED 1 2 ] ]": 5, "[MED 1 4 9 2 ]": 3,
+          "[MED 8 [SM 9 9 9 ] 3 [MAX 0 2 ] 9 ]": 7, "[MIN [SM 5 5 ] [MED 9 8 ] 7 ]": 0,
+          "[SM [MAX 2 9 ] [MED 3 6 ] [MIN 7 [SM 8 6 ] ] 5 ]": 2}
+LISTOPS = "Source\tTarget\r\n" + "".join(f"{source}\t{y}\r\n" for source, y in WORKED.items())
+RED = b"\x01" + 1024 * b"\xff" + 2048 * b"\0"  # a CIFAR-10 record
+AAN = b"1.0\t7\t8\tb'a \"b'\tb'c'\n0.0\t7\t9\tb'a'\tb'd'\n"
+FILES = {  # a tiny set in each official layout
+    "listops": {f"basic_{split}.tsv": LISTOPS.encode() for split in ("train", "val", "test")},
+    "text": {f"{split}/{name}/{i}_{rating}.txt": f"{name} {i}é<br />".encode() for i in range(12)
+             for split in ("train", "test") for name, rating in (("neg", 2), ("pos", 9))},
+    "retrieval": {f"new_aan_pairs.{split}.tsv": AAN for split in ("train", "eval", "test")},
+    "image": {name: RED + b"\x09" + bytes(3072) for name in train_lra.TASKS["image"].files}}
+
+def write(task, data_dir, files):
+    for name, content in files.items():
+        path = data_dir / train_lra.TASKS[task].folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+def lra(task, data_dir, flags=""):
+    length = "" if task == "image" else "--length 64"
+    return train_lra.main(f"--preset {task} {length} --no-generate --data-dir {data_dir} --layers 1 "
+                          f"--d-model 8 --heads 2 --steps 2 --batch 2 --device cpu {flags} "
+                          f"--out {data_dir}/run".split())
+
+def parsed(task, tmp_path, files={}, length=64):
+    """The rows (split, label, documents) of a tiny set."""
+    write(task, tmp_path, FILES[task] | files)
+    args, kind = argparse.Namespace(length=length, data_dir=tmp_path), train_lra.TASKS[task]
+    return list(kind.read(train_lra.find_files(args, kind), args))
+
+def value_of(tokens):
+    text = " ".join(train_lra.SYMBOLS[token] for token in tokens)
+    while "[" in text:  # the innermost brackets become their values
+        text = re.sub(r"(\[\w+) ([\d ]+) \]", lambda m: str(train_lra.OPERATORS[m[1]](
+            [int(digit) for digit in m[2].split()])), text)
+    return int(text)
+
+def test_generated_listops_follow_the_published_rules():
+    trees = train_lra.listops_block(500, 2000, 0, count=150)
+    assert all(500 < len(tree) < 2000 and value_of(tree) == value for tree, value in trees.items())
+    assert np.abs(np.bincount([tree[0] for tree in trees])[10:] / 150 - 0.25).max() < 0.1
+    assert abs(np.mean([len(tree) for tree in trees]) - 1062) < 100  # published: 1062
+    assert trees == train_lra.listops_block(500, 2000, 0, count=150)
+
+def test_official_files_are_read_as_they_are_and_listops_have_the_worked_answers(tmp_path):
+    printed = b"Source\tTarget\n( ( ( ( ( [MED 1 ) 4 ) 9 ) 2 ) ] )\t3\n"
+    rows = parsed("listops", tmp_path, {"basic_val.tsv": printed})
+    assert [row[0] for row in rows] == 6 * [0] + [1] + 6 * [2] and rows[6][1:] == rows[2][1:]
+    assert all(value_of(document) == label for _, label, (document,) in rows)
+    text = parsed("text", tmp_path, length=6)
+    assert [row[:2] for row in text[10:14]] == [(0, 0), (1, 0), (0, 1), (0, 1)] and len(text) == 48
+    assert text[2][2] == ("neg 2é".encode()[:6],) and text[47] == (2, 1, (b"pos 11",))  # by number
+    assert parsed("retrieval", tmp_path)[2] == (1, 1, (b"b'a \"b'", b"b'c'"))
+    image = parsed("image", tmp_path)
+    assert image[:2] == [(0, 1, (1024 * b"\x4c",)), (0, 9, (bytes(1024),))]
+    assert [row[0] for row in image] == 9 * [0] + [1] + 2 * [2]
+
+@pytest.mark.parametrize("task, name, content, words", [
+    ("listops", "basic_val.tsv", "Source\tTarget\n[MAX 1 ]\t1\n[MAX 1 2 ]\n", "val.tsv:3: two col"),
+    ("listops", "basic_val.tsv", "Source\tTarget\n[AVG 1 2 ]\t2\n", r"val.tsv:2: '\[AVG'"),
+    ("listops", "basic_val.tsv", "Source\tTarget\n[MAX 1 2 ]\t12\n", "val.tsv:2: .*label 12"),
+    ("listops", "basic_val.tsv", "[MAX 1 2 ]\t2\n", "val.tsv:1: a header"),
+    ("text", "test/pos/3_8.txt", "", "3_8.txt: .* 0 tokens"),
+    ("retrieval", "new_aan_pairs.eval.tsv", "1\t2\t3\ttext\n", "eval.tsv:1: 5 columns .* 4"),
+    ("image", "data_batch_3.bin", 3072 * "x", "data_batch_3.bin: 3072 bytes"),
+    ("image", "test_batch.bin", "\x17" + 3072 * "x", "test_batch.bin: record 0: .*label 23")])
+def test_a_bad_file_is_one_line_with_its_place(task, name, content, words, tmp_path):
+    write(task, tmp_path, FILES[task] | {name: content.encode()})
+    with pytest.raises(SystemExit, match=words) as stop:
+        lra(task, tmp_path)
+    assert "\n" not in stop.value.code
+
+@pytest.mark.parametrize("task", FILES)
+def test_missing_data_are_named_with_their_source_then_parsed_once(task, tmp_path, monkeypatch):
+    url, size = train_lra.TASKS[task].archive
+    with pytest.raises(SystemExit, match=f"{url}.*{size}.*tar xzf"):
+        lra(task, tmp_path)
+    write(task, tmp_path, FILES[task])
+    first = lra(task, tmp_path)
+    monkeypatch.setitem(train_lra.TASKS, task, train_lra.TASKS[task]._replace(read=lambda *_: None))
+    again = lra(task, tmp_path, "--accumulate 2 --mixer attention")
+    assert first["majority"] == again["majority"] and 0 <= again["test_accuracy"] <= 1
+
+def test_pathfinder_pngs_are_read_and_unreadable_ones_named(tmp_path, capsys):
+    image = pytest.importorskip("PIL.Image")
+    paths = [tmp_path / "metadata", tmp_path / "imgs/0"]
+    for path in paths:
+        path.mkdir(parents=True)
+    (paths[0] / "0.npy").write_text("".join(f"imgs/0 {i}.png {i} {i % 2} 1.0\n" for i in range(10)))
+    for i in range(10):
+        image.fromarray(np.full((32, 32), i, np.uint8)).save(paths[1] / f"{i}.png")
+    (paths[1] / "3.png").write_bytes(b"")
+    rows = list(train_lra.read_pathfinder(paths, argparse.Namespace(length=1024)))
+    assert rows[4] == (0, 1, (1024 * b"\5",)) and [row[0] for row in rows] == 7 * [0] + [1, 2]
+    assert re.search("left out 1 of 10 .*3.png", capsys.readouterr().out)
+
+def test_generated_pathfinder_is_balanced_and_has_no_shortcut():
+    made = [image for job in range(3) for image in train_lra.pathfinder_block(1024, job)]
+    label, dots = np.array([row[0] for row in made]), np.array([row[2] for row in made])
+    pixels = np.array([np.frombuffer(row[1], np.uint8) for row in made]) / 255        # (600, 1024)
+    assert abs(label.mean() - 0.5) < 0.05 and len(np.unique(pixels, axis=0)) == 600
+    for clue in (np.linalg.norm(dots[:, 0] - dots[:, 1], axis=1), pixels.mean(1)):
+        right = [((clue > x) == label).mean() for x in np.quantile(clue, np.linspace(0, 1, 50))]
+        assert max(*right, 1 - min(right)) < 0.55
+    x, y = pixels - pixels.mean(0), 2 * label - 1
+    weight = np.linalg.solve(x[:400].T @ x[:400] + 10 * np.eye(1024), x[:400].T @ y[:400])
+    assert ((x[400:] @ weight > 0) == (y[400:] > 0)).mean() < 0.55
+    assert len(train_lra.pathfinder_block(128 * 128, 0, count=1)[0][1]) == 128 * 128
+
+@pytest.mark.parametrize("task", ["listops", "retrieval"])  # one direction, both
+@mixers
+def test_padding_changes_no_logit(mixer, task):
+    kind = train_lra.TASKS[task]
+    args = argparse.Namespace(**train_lra.PRESETS[task] | dict(d_model=16, option=[], mixer=mixer))
+    model, rows = train_lra.Classifier(args, kind).eval(), np.arange(4 // kind.documents)
+    tokens, start = torch.randint(15, (63,), dtype=torch.uint8), np.cumsum([0, 5, 17, 40, 1])
+    data = train_lra.arrange(tokens, start, 0 * rows, [rows], kind.documents, torch.device("cpu"))
+    def logits(rows, length):
+        args.length = length
+        return model(*train_lra.take(data, rows, args, torch.device("cpu"))[:2])
+    for row in rows:
+        torch.testing.assert_close(logits(rows[row:row + 1], 40)[0], logits(rows, 2000)[row])
+
+@pytest.mark.parametrize("preset", train_lra.PRESETS)
+def test_a_step_of_each_preset(preset, monkeypatch):
+    monkeypatch.setattr(train_lra, "BENCH_SECONDS", 1e-6)
+    length = "" if "path" in preset or preset == "image" else "--length 40"
+    assert train_lra.main(f"--preset {preset} {length} --layers 1 --d-model 8 --heads 2 --batch 1 "
+                          "--device cpu --bench metala".split())["metala"] > 0
 
 # ── 14  The README: its Python runs, its commands name files and flags that exist ────────────────
 
