@@ -96,6 +96,12 @@ def example(where, split, label, classes, *documents):
     return split, int(label), documents
 
 
+def by_number(path):
+    """A sort key: 9_10.txt before 10_9.txt."""
+    number = path.name.partition("_")[0]
+    return len(number), number
+
+
 def in_parallel(function, jobs):
     """function(job) for each job, in their order, on all cores."""
     workers = min(len(jobs), os.cpu_count() or 1, 32)
@@ -121,17 +127,17 @@ APPLY = list(OPERATORS.values())
 
 def read_listops(paths, args):
     """Lines `Source TAB Target` after a header. Source's parentheses only repeat the brackets."""
-    number = {symbol: i for i, symbol in enumerate(SYMBOLS)}
+    token = {symbol: i for i, symbol in enumerate(SYMBOLS)}
     for split, path in enumerate(paths):
         with open(path, encoding="utf-8", errors="replace") as file:
             if not next(file, "").startswith("Source"):
                 fail(f"{path}:1: a header, Source and Target, expected")
-            for number_of_line, line in enumerate(file, 2):
-                where = f"{path}:{number_of_line}"
+            for number, line in enumerate(file, 2):
+                where = f"{path}:{number}"
                 try:
                     source, target = line.rstrip("\n").split("\t")
                     words = source.replace("(", " ").replace(")", " ").split()
-                    tokens = bytes(number[word] for word in words)
+                    tokens = bytes(token[word] for word in words)
                 except ValueError:
                     fail(f"{where}: two columns expected, Source and Target, not {line[:60]!r}")
                 except KeyError as error:
@@ -189,10 +195,10 @@ def generate_listops(args):
 # Text (IMDB reviews: is the reviewer pleased?) and Retrieval (AAN: does one paper cite the other?)
 
 def read_text(paths, args):
-    """One review per file, named <id>_<rating>.txt. No validation split is published:
-    here it is the last tenth of each class by id, because the reviews of one film are neighbours."""
+    """One review per file, named <id>_<rating>.txt. No validation split is published: here it is the
+    last tenth of each class by id, because the reviews of one film are neighbours."""
     for i, folder in enumerate(paths):
-        label, files = i % 2, sorted(folder.glob("*_*.txt"), key=lambda p: (len(p.name), p.name))
+        label, files = i % 2, sorted(folder.glob("*_*.txt"), key=by_number)
         for k, path in enumerate(files):
             split = TEST if i >= 2 else VAL if k >= 0.9 * len(files) else TRAIN
             yield example(path, split, label, 2, path.read_bytes()[:args.length])
@@ -252,7 +258,7 @@ def read_pathfinder(paths, args):
     Unreadable images are left out, and counted. Of every ten images, one is for validation and one
     for the test: the release has no split of its own."""
     metadata, rows = paths[0], []
-    for path in sorted(metadata.glob("*.npy"), key=lambda p: (len(p.name), p.name)):
+    for path in sorted(metadata.glob("*.npy"), key=by_number):
         for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), 1):
             columns = line.split()
             if len(columns) < 4:
@@ -261,7 +267,7 @@ def read_pathfinder(paths, args):
     blocks = [rows[i:i + 1000] for i in range(0, len(rows), 1000)]
     bad = []
     decoded = in_parallel(decode_png, [[path for _, path, _ in block] for block in blocks])
-    for i, (block, images) in enumerate(zip(blocks, decoded)):
+    for block, images in zip(blocks, decoded):
         if images is None:
             fail("reading PNG files needs Pillow: pip install pillow")
         for k, ((where, path, label), pixels) in enumerate(zip(block, images)):
@@ -344,7 +350,7 @@ def draw_curves(rng, n, scene):
         snake = np.concatenate(snake, 1)                                            # (n, 12, 2)
         # A snake that does not fit becomes a copy of dashes that are there already.
         ink = np.concatenate([ink, np.where(all_fit[:, None, None], snake, ink[:, :12])], 1)
-    return ink.reshape(n, -1, 3, 2)
+    return ink.reshape(n, ink.shape[1] // 3, 3, 2)
 
 
 def paint(dashes, dots, scene):
@@ -377,6 +383,8 @@ def pathfinder_block(length, job, count=200):
     made, surplus = [], collections.Counter()
     while len(made) < count:
         dashes = draw_curves(rng, 64, scene)
+        if not len(dashes):  # one attempt in thousands
+            continue
         labels, dots = [], []
         for dash, one in zip(dashes, rng.integers(2, size=len(dashes))):
             start, same, other = dash[one, 0], dash[26 + one, 2], dash[27 - one, 2]
@@ -394,9 +402,10 @@ def pathfinder_block(length, job, count=200):
 def generate_pathfinder(args):
     """--examples images, 80% : 10% : 10%, always the same ones, on any number of cores."""
     make = functools.partial(pathfinder_block, args.length)
-    for block in in_parallel(make, range(math.ceil(args.examples / 200))):
-        for k, (label, pixels, _) in enumerate(block):
-            yield max(TRAIN, k % 10 - 7), label, (pixels,)
+    blocks = in_parallel(make, range(math.ceil(args.examples / 200)))
+    images = itertools.islice(itertools.chain.from_iterable(blocks), args.examples)
+    for i, (label, pixels, _) in enumerate(images):
+        yield max(TRAIN, i % 10 - 7), label, (pixels,)
 
 
 class Task(NamedTuple):
@@ -406,7 +415,7 @@ class Task(NamedTuple):
     folder: str           # below --data-dir
     files: list           # in it, all of them needed
     read: Callable        # (paths of these files, args) → examples
-    archive: str          # where to get them
+    archive: tuple        # where to get them: URL; size and hash
     generate: Callable = None
 
 
@@ -460,7 +469,11 @@ def prepare(args):
         parts = [args.task, args.length, f"{zlib.crc32(repr(stats).encode()):08x}"]
         rows = task.read(paths, args)
     name = "-".join(str(part) for part in parts if part is not None)
-    for cache in (args.data_dir / "cache", args.out / "cache"):  # where --data-dir is read-only
+    caches = args.data_dir / "cache", args.out / "cache"  # the second if --data-dir is read-only
+    for cache in caches:
+        if (cache / name).exists():
+            return cache / name
+    for cache in caches:
         with contextlib.suppress(OSError):
             cache.mkdir(parents=True, exist_ok=True)
             lock = open(cache / f"{name}.lock", "w")
@@ -470,7 +483,7 @@ def prepare(args):
     with lock:
         if fcntl:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a second run waits for the first one's data
-        if not (cache / name).exists():
+        if not (cache / name).exists():  # still
             print(f"preparing {cache / name} (once)")
             shutil.rmtree(cache / f"{name}.tmp", ignore_errors=True)
             try:
