@@ -18,11 +18,13 @@ Tolerances on |x - ref| / |ref| (`compare` says what stands for |ref| when that 
 """
 
 import argparse
+import hashlib
 import importlib
 import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,6 +43,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import train_lra
+import train_lm
 import train_mqar
 from metala import MIXERS, Backbone, Block, LanguageModel, MetaLA, attention_map, linear_attention
 
@@ -796,6 +799,8 @@ def test_one_clear_error_for(what):
 TOY = {"train_mqar": "--length 16 --pairs 2 --vocab 16 --test-examples 24 --until 2 --dropout 0.2 "
                      "--layers 1 --d-model 16 --heads 2 --batch 8 --steps 7 --warmup 2 "
                      "--eval-every 2",
+       "train_lm": "--length 16 --val-windows 12 --d-ff 24 --layers 1 --d-model 16 --heads 2 "
+                   "--batch 8 --steps 7 --warmup 2 --eval-every 2",
        # a data folder that cannot be written: the cache goes to the run folder
        "train_lra": "--length 24 --shortest 3 --examples 400 --data-dir /dev/null --dropout 0.2 "
                     "--layers 1 --d-model 16 --heads 2 --batch 8 --steps 7 --warmup 2 "
@@ -875,6 +880,10 @@ MISTAKES = {"--resume --lr 0.5": "--lr.*0.5", "--resume --batch 9": "--batch.*9"
 OWN_MISTAKES = {"train_mqar": {
     "--pairs 5": "20.*16", "--pairs 4 --vocab 8": "vocab.*8", "--task needle --pairs 8": "17.*16",
     "--examples 4": "4", "--option tau=-1": "-1", "--option tau": "tau", "--option no=1": "no"},
+    "train_lm": {
+        "--data no.txt": "no.txt", "--length 100000000": "100000000", "--option no=1": "no",
+        "--micro-batch 3": "8.*3", "--preset 360m": "train.bin", "--sample a": "best.pt",
+        "--sample a --model no.pt": "no.pt", "--eval-length 1k,x": "eval-length.*1k,x"},
     "train_lra": {
         "--preset pathx --length 99": "99.*1024", "--preset text --generate": "text", "--conv x": "x",
         "--accumulate 9": "9.*8", "--examples 100 --batch 200": "200.*96", "--bench foo": "foo",
@@ -1106,6 +1115,108 @@ def test_a_step_of_each_preset(preset, monkeypatch):
     length = "" if "path" in preset or preset == "image" else "--length 40"
     assert train_lra.main(f"--preset {preset} {length} --layers 1 --d-model 8 --heads 2 --batch 1 "
                           "--device cpu --bench metala".split())["metala"] > 0
+
+# train_lm.py
+
+def lm_data(data, folder=None):
+    args = argparse.Namespace(data=str(data), data_dir=folder, vocab_size=50)
+    return [bytes(part.tokens) for part in train_lm.load_data(args)]
+
+def ids(*tokens, n=400):
+    return np.array([*tokens, *[1] * (n - len(tokens))], "<u2").tobytes()
+
+def test_lm_reads_a_file_a_folder_or_ids_and_holds_the_end_out(tmp_path):
+    for i in range(11):
+        (tmp_path / f"{i:02}").write_bytes(bytes([i] * 10))
+    assert lm_data(tmp_path / "07") == [b"\7" * 9, b"\7"]
+    assert list(map(set, lm_data(tmp_path))) == [set(range(9)), {9, 10}]
+    (tmp_path / "train.bin").write_bytes(ids(n=30))
+    (tmp_path / "val.bin").write_bytes(ids(n=20))
+    assert list(map(len, lm_data(tmp_path))) == [60, 40]
+
+@pytest.mark.parametrize("content, words", [
+    (b"", "empty"), (ids() + b"x", "at 800,"), (ids(1, 50), "token 50 at byte 2 .*50"),
+    (ids(n=360) + ids(77, n=40), "token 77 at byte 720 .*50"), (ids(n=9), "16.* 8 tokens")])
+def test_lm_data_that_is_not_ids_is_one_line_with_file_and_place(content, words, tmp_path):
+    (tmp_path / "x.bin").write_bytes(content)
+    with pytest.raises(SystemExit, match="x.bin.*" + words + "|" + words + ".*x.bin"):
+        start("train_lm", tmp_path, f"--data {tmp_path / 'x.bin'} --vocab-size 50")
+
+def test_lm_downloads_a_known_set_once_and_checks_it(tmp_path, monkeypatch):
+    source, sha256 = tmp_path / "source", hashlib.sha256(bytes(50)).hexdigest()
+    monkeypatch.setitem(train_lm.KNOWN, "zeros", (source.as_uri(), "cached", sha256))
+    source.write_bytes(bytes(50))
+    for _ in range(2):
+        assert lm_data("zeros", tmp_path / "a" / "b") == [bytes(45), bytes(5)]
+        source.unlink(missing_ok=True)
+    (tmp_path / "a" / "b" / "cached").write_bytes(bytes(49))
+    with pytest.raises(SystemExit, match=f"cached.*SHA-256.*{sha256}"):
+        lm_data("zeros", tmp_path / "a" / "b")
+
+@pytest.mark.parametrize("flags", ["--micro-batch 2", "--recompute", "--dtype bfloat16"])
+def test_lm_accumulating_recomputing_or_rounding_gives_the_same_curve(flags, tmp_path):
+    plain, other = start("train_lm", tmp_path / "a"), start("train_lm", tmp_path / "b", flags)
+    assert abs(plain["loss"] - other["loss"]) < (3e-2 if "bfloat" in flags else 1e-5)
+
+def test_lm_two_processes_continue_a_run_of_one_and_the_reverse(tmp_path, monkeypatch):
+    whole, out = start("train_lm", tmp_path / "whole"), tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        after_step(patch, 3, lambda _: signal.raise_signal(signal.SIGTERM))
+        start("train_lm", out)
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                    "--nproc_per_node=2", HERE / "train_lm.py", *TOY["train_lm"].split(),
+                    "--device", "cpu", "--out", out, "--resume"], check=True)
+    for line, same in zip(log_of(out)[1:], log_of(tmp_path / "whole")[1:], strict=True):
+        assert line["step"] == same["step"] and abs(line["loss"] - same["loss"]) < 1e-4
+    assert abs(start("train_lm", out, resume=True)["loss"] - whole["loss"]) < 1e-4
+
+def safetensors(weights):
+    ends = np.cumsum([x.nbytes for x in weights.values()]).tolist()
+    header = json.dumps({name: dict(dtype="F32", shape=x.shape, data_offsets=[end - x.nbytes, end])
+                         for end, (name, x) in zip(ends, weights.items())}).encode()
+    numbers = b"".join(x.numpy().tobytes() for x in weights.values())
+    return len(header).to_bytes(8, "little") + header + numbers
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_lm_samples_from_a_released_folder_and_names_what_it_does_not_know(name, tmp_path, capsys):
+    weights = released_weights()
+    torch.save(weights, tmp_path / name)
+    if name == "model.safetensors":
+        (tmp_path / name).write_bytes(safetensors(weights))
+    def sample(**config):
+        (tmp_path / "config.json").write_text(json.dumps(dict(decoder_attention_heads=2) | config))
+        start("train_lm", tmp_path, f"--model {tmp_path} --sample 3 --tokens 6 --temperature 0")
+        return list(map(int, capsys.readouterr().out.splitlines()[-1].split()))
+    model = LanguageModel.load_official(weights, n_heads=2)
+    want = model.generate(torch.tensor([[3]]), 6, temperature=0)[0].tolist()
+    assert sample(no_scale_embedding=True, glu_act="swish") == want
+    for key, value in (("no_scale_embedding", False), ("norm_type", "layer"), ("glu_act", "none")):
+        with pytest.raises(SystemExit, match=f"config.json.*{key}.*{value}"):
+            sample(**{key: value})
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-40])
+    with pytest.raises(SystemExit, match=name):
+        sample()
+
+def test_lm_streams_what_generate_gives_and_knows_the_loss_at_any_length(tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_bytes(np.random.default_rng(0).integers(97, 123, 21_000).astype("u1").tobytes())
+    start("train_lm", tmp_path, f"--data {text}")
+    model = LanguageModel(256, 16, 1, 2, d_ff=24, tie=True)
+    model.load_state_dict(torch.load(tmp_path / "best.pt", weights_only=True)["model"])
+    start("train_lm", tmp_path, "--sample ab --tokens 9 --temperature 0")
+    want = model.generate(torch.tensor([[97, 98]]), 9, temperature=0)[0].tolist()
+    shown = bytes(want).decode("utf-8", "replace").strip()
+    assert capsys.readouterr().out.strip().endswith(shown)
+    found = start("train_lm", tmp_path, "--eval-length 1500,2048")
+    tokens = torch.tensor(list(text.read_bytes()[-2100:][:2049]))           # the part held out
+    loss = F.cross_entropy(model(tokens[None, :-1])[0][0], tokens[1:], reduction="none")
+    assert abs(found["1500-2048"] - loss[1500:].mean().item()) < 1e-5
+
+def test_lm_bench_measures_the_mixer_and_attention(tmp_path):
+    rows = start("train_lm", tmp_path, "--bench 16,80")["rows"]
+    assert [row["mixer"] for row in rows] == ["metala", "metala", "attention", "attention"]
+    constant, same, cache, longer = (row["state MiB"] for row in rows)
+    assert constant == same and cache < longer
 
 # ── 14  The README: its Python runs, its commands name files and flags that exist ────────────────
 

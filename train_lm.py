@@ -54,8 +54,8 @@ RANK, LOCAL_RANK, WORLD = (int(os.environ.get(name, default)) for name, default 
                            (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))  # set by torchrun
 
 LAPTOP = dict(data="builtin", vocab_size=256, length=256, val_windows=200, d_model=128, layers=4,
-              heads=4, d_ff=320, tie=True, dropout=0.0, steps=2000, batch=8, micro_batch=0, lr=2e-3,
-              warmup=100, beta2=0.99, weight_decay=0.1, eval_every=500, dtype="float32",
+              heads=4, d_ff=320, tie=True, dropout=0.0, steps=1200, batch=8, micro_batch=0, lr=3e-3,
+              warmup=100, beta2=0.99, weight_decay=0.1, eval_every=300, dtype="float32",
               recompute=False)
 # nanoGPT's baby setting. It overfits before step 2,000, so the cosine ends soon after that.
 SHAKESPEARE = LAPTOP | dict(data="shakespeare", val_windows=0, d_model=384, layers=6, heads=6,
@@ -168,15 +168,22 @@ def download(args):
         fail(f"{path}: SHA-256 is {found}, expected {sha256}; remove the file to download it again")
 
 
+def check_ids(text, begin, end, args):
+    """Every token must be in the vocabulary; an id on the GPU that is not would be a riddle."""
+    tokens = text.tokens[begin:end]
+    if tokens.max() >= args.vocab_size:
+        at = begin + int((tokens >= args.vocab_size).argmax())
+        fail(f"{text.name}: token {text.tokens[at]} at byte "
+             f"{(text.first + at) * text.tokens.itemsize} is not below --vocab-size "
+             f"{args.vocab_size}")
+
+
 def windows(text, starts, length, args, device):
     """Windows of length + 1 tokens from each of `starts`: inputs, and the same moved by one."""
-    rows = np.stack([text.tokens[i:i + length + 1] for i in starts]).astype(np.int64)  # (B, T + 1)
-    if rows.max() >= args.vocab_size:
-        row, column = np.argwhere(rows >= args.vocab_size)[0]
-        byte = (text.first + starts[row] + column) * text.tokens.itemsize
-        fail(f"{text.name}: token {rows[row, column]} at byte {byte} is not below the "
-             f"--vocab-size {args.vocab_size}")
-    rows = torch.from_numpy(rows)
+    for i in starts:
+        check_ids(text, i, i + length + 1, args)
+    rows = np.stack([text.tokens[i:i + length + 1] for i in starts])         # (B, T + 1)
+    rows = torch.from_numpy(rows.astype(np.int64))
     return (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
 
 
@@ -539,6 +546,7 @@ def train(args, device):
         if len(part.tokens) <= args.length:
             fail(f"--length {args.length} needs more than the {len(part.tokens)} tokens that "
                  f"{part.name} has for {'training' if part is text else 'validation'}")
+        check_ids(part, 0, 2**27, args)  # the beginning now, the rest as it is drawn
     if args.batch % WORLD or args.batch // WORLD % per_pass(args):
         fail(f"--batch {args.batch} cannot be shared by {WORLD} process{'es' * (WORLD > 1)}, "
              f"--micro-batch {args.micro_batch} at once")
