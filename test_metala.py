@@ -1201,7 +1201,7 @@ def test_lm_streams_what_generate_gives_and_knows_the_loss_at_any_length(tmp_pat
     text = tmp_path / "text"
     text.write_bytes(np.random.default_rng(0).integers(97, 123, 21_000).astype("u1").tobytes())
     start("train_lm", tmp_path, f"--data {text}")
-    model = LanguageModel(256, 16, 1, 2, d_ff=24, tie=True)
+    model = LanguageModel(256, 16, 1, 2, d_ff=24)
     model.load_state_dict(torch.load(tmp_path / "best.pt", weights_only=True)["model"])
     start("train_lm", tmp_path, "--sample ab --tokens 9 --temperature 0")
     want = model.generate(torch.tensor([[97, 98]]), 9, temperature=0)[0].tolist()

@@ -1,19 +1,19 @@
 """Train a language model: on this Python's own library, on Shakespeare, or on a cluster.
 
     pip install torch numpy tqdm
-    python train_lm.py                         # laptop, 4 minutes: 2.0 bits per byte, then a sample
-    python train_lm.py --sample "def " --tokens 2000              # stream more of it
-    python train_lm.py --preset shakespeare --compile             # on a GPU: beats nanoGPT's 1.4645
-    python train_lm.py --preset shakespeare --mixer attention     # any other name in metala.MIXERS
-    python train_lm.py --eval-length 1k,4k,16k,64k                # far beyond the trained length
-    python train_lm.py --preset 360m --vocab-size 32000 --compile --bench     # speed and memory
-    torchrun --nproc_per_node=8 train_lm.py --preset 1.4b --data DIR --compile   # DIR/train.bin
+    python train_lm.py                        # on a laptop, 4 minutes: 2 bits per byte, a sample
+    python train_lm.py --sample "def " --tokens 2000            # stream more of it
+    python train_lm.py --eval-length 256,1k,4k,16k              # its loss far beyond 256 bytes
+    python train_lm.py --mixer attention                        # or any other in metala.MIXERS
+    python train_lm.py --preset shakespeare --compile           # nanoGPT's setting, for a GPU
+    python train_lm.py --preset 360m --vocab-size 32000 --no-tie --compile --bench
+    torchrun --nproc_per_node=8 train_lm.py --preset 1.4b --data FOLDER/train.bin --compile
 
 A run leaves log.jsonl, checkpoint.pt and best.pt in --out. Ctrl-C evaluates, saves and stops; the
-same command with --resume continues as if nothing had happened, on any number of processes.
-Several hosts need an --out that all of them see.
+same command with --resume continues as if nothing had happened, on any number of processes: a
+step's data depend on the seed and the step alone. Hosts must share the folder --out.
 
-Reading order: from `build_model` down, then the data; the part in between can wait.
+Reading order: the data, then from `build_model` down; the part in between can wait.
 """
 import argparse
 import codecs
@@ -26,7 +26,6 @@ import os
 import platform
 import re
 import signal
-import struct
 import sysconfig
 import time
 import urllib.request
@@ -53,18 +52,19 @@ SCRIPT = "train_lm"
 RANK, LOCAL_RANK, WORLD = (int(os.environ.get(name, default)) for name, default in
                            (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))  # set by torchrun
 
+# A tied head would start by predicting each token after itself: new blocks change little.
 LAPTOP = dict(data="builtin", vocab_size=256, length=256, val_windows=200, d_model=128, layers=4,
-              heads=4, d_ff=320, tie=True, dropout=0.0, steps=1200, batch=8, micro_batch=0, lr=3e-3,
+              heads=4, d_ff=320, tie=False, dropout=0.0, steps=1200, batch=8, micro_batch=0, lr=3e-3,
               warmup=100, beta2=0.99, weight_decay=0.1, eval_every=300, dtype="float32",
               recompute=False)
 # nanoGPT's baby setting. It overfits before step 2,000, so the cosine ends soon after that.
 SHAKESPEARE = LAPTOP | dict(data="shakespeare", val_windows=0, d_model=384, layers=6, heads=6,
-                            d_ff=1016, dropout=0.2, steps=2500, batch=64, lr=1e-3, eval_every=125,
+                            d_ff=1000, dropout=0.2, steps=2500, batch=64, lr=1e-3, eval_every=125,
                             dtype="bfloat16")
 # The paper's: length 2048, half a million tokens a step, 15 billion in all. 300 billion below.
 SMALL = LAPTOP | dict(data="data/train.bin", vocab_size=50432, length=2048, val_windows=2048,
-                      d_model=1024, layers=24, heads=8, d_ff=2816, steps=28_610, batch=256,
-                      micro_batch=16, lr=3e-4, warmup=1000, beta2=0.95, eval_every=500,
+                      d_model=1024, layers=24, heads=8, d_ff=2816, tie=True, steps=28_610,
+                      batch=256, micro_batch=16, lr=3e-4, warmup=1000, beta2=0.95, eval_every=500,
                       dtype="bfloat16")
 LARGE = SMALL | dict(d_model=2048, heads=16, d_ff=5632, steps=143_051, batch=1024, micro_batch=8,
                      lr=2e-4, recompute=True)
@@ -89,7 +89,9 @@ class Text(NamedTuple):
 
 
 def load_data(args):
-    """The text to train on and the text to validate with. Bytes are a vocabulary of 256."""
+    """The text to train on, and the text to validate with: the last 10%, or what is usual.
+
+    Bytes set --vocab-size to 256."""
     if LOCAL_RANK == 0 and args.data in KNOWN:
         download(args)
     total()  # the other processes of this host wait here for the file
@@ -104,16 +106,16 @@ def load_data(args):
         args.vocab_size = 256
     try:
         if path.is_dir():
-            return read_folder(path, ".py" if args.data == "builtin" else "")
+            return read_folder(path, only_python=args.data == "builtin")
         whole = open_file(path)
         if path.name == "train.bin" and path.with_name("val.bin").is_file():
             return whole, open_file(path.with_name("val.bin"))
     except OSError as error:
         fail(f"--data {args.data}: {error.filename}: {error.strerror}")
-    n = len(whole.tokens)
-    cut, end = (n * 9 // 10, n) if args.data != "enwik8" else (90_000_000, 95_000_000)
-    return whole._replace(tokens=whole.tokens[:cut]), whole._replace(tokens=whole.tokens[cut:end],
-                                                                     first=cut)
+    cut, end = len(whole.tokens) * 9 // 10, len(whole.tokens)
+    if args.data == "enwik8":
+        end = 95_000_000  # what comes after is its test set
+    return whole._replace(tokens=whole.tokens[:cut]), Text(whole.tokens[cut:end], whole.name, cut)
 
 
 def open_file(path):
@@ -126,19 +128,20 @@ def open_file(path):
     return Text(np.memmap(path, dtype, "r"), str(path))
 
 
-def read_folder(root, ending):
-    """The bytes of all files with that ending, by path; the last 10% of the files validate."""
+def read_folder(root, only_python):
+    """The bytes of all files, by path; the last 10% of the files are for validation."""
     def joined(files):
         return Text(np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8), str(root))
+    skip = {"site-packages", "dist-packages", "test", "tests"} if only_python else set()
     files = []
     for folder, inside, names in os.walk(root):
-        inside[:] = {name for name in inside if not name.startswith(".")} - {
-            "__pycache__", "site-packages", "dist-packages", "test", "tests"}
-        files += [Path(folder, name) for name in names if name.endswith(ending) and name[0] != "."]
+        inside[:] = [name for name in inside if name[0] != "." and name not in skip]
+        files += [Path(folder, name) for name in names
+                  if name[0] != "." and (name.endswith(".py") or not only_python)]
     files.sort()
     cut = len(files) * 9 // 10
     if cut == 0:
-        fail(f"{root} has {len(files)} files; one to train on and one to validate with are needed")
+        fail(f"{root} has too few files ({len(files)}) to train on some and validate with others")
     return joined(files[:cut]), joined(files[cut:])
 
 
@@ -462,6 +465,7 @@ class TrainingLoss(torch.nn.Module):
         super().__init__()
         self.model, self.run_block, self.mean_loss = model, run_block, mean_loss
         if args.compile:
+            torch._dynamo.config.optimize_ddp = False  # it would cut the blocks up once more
             self.run_block, self.mean_loss = torch.compile(run_block), torch.compile(mean_loss)
         if args.recompute:
             self.run_block = functools.partial(checkpoint, self.run_block, use_reentrant=False)
@@ -659,7 +663,8 @@ def load_release(folder):
             weights |= (read_safetensors(path) if path.suffix == ".safetensors" else
                         torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # of many kinds, each a file that is not what it should be
-        fail(f"{path} cannot be read: {type(error).__name__}: {str(error).partition('.')[0]}")
+        reason = " ".join(str(error).split())[:200]
+        fail(f"{path} cannot be read: {type(error).__name__}: {reason}")
     for name, known in (("no_scale_embedding", [True]), ("norm_type", ["simplermsnorm"]),
                         ("glu_act", ["silu", "swish"])):
         if config.get(name, known[0]) not in known:
@@ -709,18 +714,20 @@ def stream(model, prompt, count, args):
 
 
 def print_stream(model, prompt, count, args, device):
-    """Text in and out if the vocabulary is bytes, else ids."""
+    """Text in and out if the vocabulary is bytes, else ids. Ctrl-C ends it."""
+    def shown(ids):
+        return decoder.decode(bytes(ids)) if args.vocab_size == 256 else " ".join(map(str, ids))
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may take several bytes
     ids = list(prompt.encode("utf-8", "surrogateescape"))
     if args.vocab_size != 256:
         ids = [int(x) if x.isdecimal() else -1 for x in prompt.split()]
         if not all(0 <= x < args.vocab_size for x in ids):
             fail(f"--sample {prompt!r}: token ids from 0 to {args.vocab_size - 1} expected")
-    ids = torch.tensor(ids or [0], device=device)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    print(prompt, end="")
-    for token in stream(model.eval(), ids, count, args):
-        text = decoder.decode(bytes([token])) if args.vocab_size == 256 else f" {token}"
-        print(text, end="", flush=True)
+    between = "" if args.vocab_size == 256 else " "
+    print(shown(ids), end=between)
+    with contextlib.suppress(KeyboardInterrupt):
+        for token in stream(model.eval(), torch.tensor(ids or [0], device=device), count, args):
+            print(shown([token]), end=between, flush=True)
     print()
 
 
@@ -769,11 +776,15 @@ def bench(args, device):
                             functools.partial(bench_decoding, B=64)):
                 with contextlib.suppress(torch.OutOfMemoryError):
                     row |= measure(one, device)
-                torch.compiler.reset()  # else the next length would be compiled for any length
+                if args.compile:
+                    torch.compiler.reset()  # else the next length would be compiled for any length
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-            cells = (f"{x:,.4g}" if isinstance(x, float) else str(x) for x in row.values())
-            print("  ".join(x.rjust(max(len(title), 9)) for x, title in zip(cells, COLUMNS)), flush=True)
+            for title, x in row.items():
+                if isinstance(x, float):
+                    x = f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"
+                print(str(x).rjust(max(len(title), 9)), end="  ")
+            print(flush=True)
             results.append(row)
     return dict(rows=results)
 
@@ -885,6 +896,8 @@ def main(argv=None):
         "memory, beside attention's")
     args = parse(parser, argv)
     device = choose_device(args)
+    if WORLD > 1 and (args.bench is not None or args.eval_length or args.sample is not None):
+        fail("torchrun is for training only")
     if args.bench is not None:
         return bench(args, device)
     if args.eval_length:
