@@ -198,47 +198,68 @@ def chunk_decay(total_ptr, i, Dk, BK: tl.constexpr):
 
 
 @triton.jit
-def states_kernel(x_ptr, F_ptr, y_ptr, total_ptr, U_ptr, D_ptr, T, H, Dk, Dv, n_seg, per_seg, scale,
-                  FORWARD: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
-                  C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """What one segment alone adds to the state after it, or to the state's gradient before it, and its decay D.
+def walk_kernel(x_ptr, F_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, all_ptr, last_ptr,
+                T, H, Dk, Dv, n_seg, per_seg, scale, FORWARD: tl.constexpr, STORE: tl.constexpr, INIT: tl.constexpr,
+                LAST: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+                C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Step 2: the state from chunk to chunk, or its gradient, inside one segment.
 
-        forward    U ← e^{b_C} ⊙ (U + (k ⊙ R)ᵀ v)       x = k ⊙ R, y = v, over the chunks from first to last
-        backward   U ← e^{b_C} ⊙ U + s (q ⊙ F)ᵀ do       x = q, y = do, from last to first
+        forward    S ← e^{b_C} ⊙ (S + k̃ᵀ v)             x = k̃, y = v, from the first chunk to the last
+        backward   dS ← e^{b_C} ⊙ dS + q̃ᵀ do             x = q, y = do, from the last to the first
 
-    One program: one segment of one head, BV columns.
+    Without STORE it starts from zero and leaves what the segment alone adds, and its decay. With STORE it starts from
+    the state at the segment's edge, and leaves S before each chunk, or e^{b_C} ⊙ dS after it, and the last of all.
+    One program: one segment of one head, BV columns, in registers.
     """
-    n_v = tl.cdiv(Dv, BV)
+    n_v, n = tl.cdiv(Dv, BV), n_seg if STORE else n_seg - 1
     i_v, rest = tl.program_id(0) % n_v, (tl.program_id(0) // n_v).to(tl.int64)
-    i_m, i_bh = rest % (n_seg - 1), rest // (n_seg - 1)
+    i_seg, i_bh = rest % n, rest // n
+    if not STORE and not FORWARD:
+        i_seg += 1                      # the first segment has nobody to pass its gradient to, the last one no state
     i_b, i_h = i_bh // H, i_bh % H
     x_ptr, F_ptr = at_head(x_ptr, i_b, i_h, T, H, Dk), at_head(F_ptr, i_b, i_h, T, H, Dk)
     y_ptr = at_head(y_ptr, i_b, i_h, T, H, Dv)
     n_chunk = tl.cdiv(T, C)
-    first = (i_m if FORWARD else i_m + 1) * per_seg
+    all_ptr = at_head(all_ptr, i_b, i_h, n_chunk * BK, H, Dv)
+    first = i_seg * per_seg
     count = tl.minimum(per_seg, n_chunk - first)
+    tile, mask = state_tile(Dk, Dv, i_v * BV, BK, BV)
+    edge = i_bh * (n_seg - 1) + (i_seg - 1 if FORWARD else i_seg)          # the neighbour's slot
 
-    U = tl.zeros([BK, BV], tl.float32)
+    S = tl.zeros([BK, BV], tl.float32)
+    if STORE:
+        if i_seg > 0 if FORWARD else i_seg < n_seg - 1:
+            S = tl.load(seg_ptr + edge * Dk * Dv + tile, mask=mask, other=0.0)
+        elif INIT:
+            S = tl.load(init_ptr + i_bh * Dk * Dv + tile, mask=mask, other=0.0)
     D = tl.full([BK], 1.0, tl.float32)
-    for n in range(count):
-        chunk = first + (n if FORWARD else count - 1 - n)
+    for j in range(count):
+        chunk = first + (j if FORWARD else count - 1 - j)
         t0 = chunk * C
         decay, end, _ = chunk_decay(total_ptr, i_bh * n_chunk + chunk, Dk, BK)
-        x = load(x_ptr, t0, T, H * Dk, 0, Dk, C, BK)
-        y = load(y_ptr, t0, T, H * Dv, i_v * BV, Dv, C, BV).to(OP)
+        x = load(x_ptr, t0, T, H * Dk, 0, Dk, C, BK)                           # (C, BK)
+        y = load(y_ptr, t0, T, H * Dv, i_v * BV, Dv, C, BV).to(OP)             # (C, BV)
         if FORWARD:
-            # U e^{b_C} / end is U where the chunk is fast, and needs no product of its own
-            U = tl.dot(tl.trans(x.to(OP)), y, U * (decay / end)[:, None], input_precision=PRECISION) * end[:, None]
+            if STORE:
+                store(all_ptr, S, chunk * BK, n_chunk * BK, H * Dv, i_v * BV, Dv, BK, BV)
+            # e^{b_C} / end is 1 where the chunk is fast, and spares a product of its own
+            S = tl.dot(tl.trans(x.to(OP)), y, S * (decay / end)[:, None], input_precision=PRECISION) * end[:, None]
         else:
+            if STORE:
+                store(all_ptr, S * end[:, None], chunk * BK, n_chunk * BK, H * Dv, i_v * BV, Dv, BK, BV)
             F = load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK)
-            x = (x.to(tl.float32) * F.to(tl.float32) * scale).to(OP)
-            U = tl.dot(tl.trans(x), y, U * decay[:, None], input_precision=PRECISION)
+            x = (x.to(tl.float32) * scale * F.to(tl.float32)).to(OP)
+            S = tl.dot(tl.trans(x), y, S * decay[:, None], input_precision=PRECISION)
         D *= decay
-    tile, mask = state_tile(Dk, Dv, i_v * BV, BK, BV)
-    slot = i_bh * (n_seg - 1) + i_m
-    tl.store(U_ptr + slot * Dk * Dv + tile, U, mask=mask)
-    c = tl.arange(0, BK)
-    tl.store(D_ptr + slot * Dk + c, D, mask=c < Dk)
+    if STORE:
+        if LAST:
+            if i_seg == (n_seg - 1 if FORWARD else 0):
+                tl.store(last_ptr + i_bh * Dk * Dv + tile, S, mask=mask)
+    else:
+        slot = i_bh * (n_seg - 1) + (i_seg if FORWARD else i_seg - 1)
+        tl.store(seg_ptr + slot * Dk * Dv + tile, S, mask=mask)
+        c = tl.arange(0, BK)
+        tl.store(decay_ptr + slot * Dk + c, D, mask=c < Dk)
 
 
 @triton.jit
@@ -271,221 +292,192 @@ def then(D1, U1, D2, U2):
 
 
 @triton.jit
-def output_kernel(q_ptr, F_ptr, kR_ptr, v_ptr, total_ptr, init_ptr, seg_ptr, o_ptr, final_ptr, save_ptr,
-                  T, H, Dk, Dv, n_seg, per_seg, scale, INIT: tl.constexpr, SAVE: tl.constexpr, OP: tl.constexpr,
-                  PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Steps 2-4. One program: one segment of one head, BV columns; it carries S in registers from chunk to chunk,
-    writes o, the final state, and the S before each chunk when SAVE."""
-    n_v = tl.cdiv(Dv, BV)
+def output_kernel(q_ptr, F_ptr, kR_ptr, v_ptr, total_ptr, S_ptr, o_ptr, T, H, Dk, Dv, scale,
+                  OP: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Step 3: o = A v + q̃ S. One program: one chunk of one head, BV columns."""
+    n_v, n_chunk = tl.cdiv(Dv, BV), tl.cdiv(T, C)
     i_v, rest = tl.program_id(0) % n_v, (tl.program_id(0) // n_v).to(tl.int64)
-    i_seg, i_bh = rest % n_seg, rest // n_seg
+    i_c, i_bh = rest % n_chunk, rest // n_chunk
     i_b, i_h = i_bh // H, i_bh % H
     q_ptr, F_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(F_ptr, i_b, i_h, T, H, Dk)
-    kR_ptr = at_head(kR_ptr, i_b, i_h, T, H, Dk)
+    kR_ptr, S_ptr = at_head(kR_ptr, i_b, i_h, T, H, Dk), at_head(S_ptr, i_b, i_h, n_chunk * BK, H, Dv)
     v_ptr, o_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(o_ptr, i_b, i_h, T, H, Dv)
-    n_chunk = tl.cdiv(T, C)
-    first = i_seg * per_seg
-    count = tl.minimum(per_seg, n_chunk - first)
-    tile, mask = state_tile(Dk, Dv, i_v * BV, BK, BV)
-    i = tl.arange(0, C)
-
-    S = tl.zeros([BK, BV], tl.float32)
-    if i_seg > 0:
-        S = tl.load(seg_ptr + (i_bh * (n_seg - 1) + i_seg - 1) * Dk * Dv + tile, mask=mask, other=0.0)
-    elif INIT:
-        S = tl.load(init_ptr + i_bh * Dk * Dv + tile, mask=mask, other=0.0)
-    for n in range(count):
-        t0 = (first + n) * C
-        decay, end, fast = chunk_decay(total_ptr, i_bh * n_chunk + first + n, Dk, BK)
-        q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
-        q = (q * load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)).to(OP)       # q̃ (C, BK)
-        k = load(kR_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(OP)                           # k̃ (C, BK)
-        v = load(v_ptr, t0, T, H * Dv, i_v * BV, Dv, C, BV).to(OP)
-        A = tl.dot(q, tl.trans(k), input_precision=PRECISION)                          # 2 (C, C)
-        A = tl.where(fast, tl.where(i[:, None] >= i[None, :], A, 0.0), 0.0).to(OP)
-        S_op = S.to(OP)
-        if SAVE:
-            tl.store(save_ptr + (i_bh * n_chunk + first + n) * Dk * Dv + tile, S_op, mask=mask)
-        o = tl.dot(q, S_op, input_precision=PRECISION)                                 # 3 (C, BV)
-        o = tl.dot(A, v, o, input_precision=PRECISION)
-        store(o_ptr, o, t0, T, H * Dv, i_v * BV, Dv, C, BV)
-        S = tl.dot(tl.trans(k), v, S * (decay / end)[:, None], input_precision=PRECISION) * end[:, None]       # 4
-    if i_seg == n_seg - 1:
-        tl.store(final_ptr + i_bh * Dk * Dv + tile, S, mask=mask)
+    t0, i = i_c * C, tl.arange(0, C)
+    _, _, fast = chunk_decay(total_ptr, rest, Dk, BK)
+    q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
+    q = (q * load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)).to(OP)   # q̃ (C, BK)
+    k = load(kR_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(OP)                       # k̃ (C, BK)
+    S = load(S_ptr, i_c * BK, n_chunk * BK, H * Dv, i_v * BV, Dv, BK, BV)      # (BK, BV)
+    v = load(v_ptr, t0, T, H * Dv, i_v * BV, Dv, C, BV).to(OP)                 # (C, BV)
+    A = tl.dot(q, tl.trans(k), input_precision=PRECISION)                      # (C, C)
+    A = tl.where(fast, tl.where(i[:, None] >= i[None, :], A, 0.0), 0.0).to(OP)
+    o = tl.dot(q, S, input_precision=PRECISION)
+    o = tl.dot(A, v, o, input_precision=PRECISION)                             # (C, BV)
+    store(o_ptr, o, t0, T, H * Dv, i_v * BV, Dv, C, BV)
 
 
 @triton.jit
-def gradient_kernel(q_ptr, F_ptr, kR_ptr, R_ptr, v_ptr, g_ptr, total_ptr, save_ptr, do_ptr, dfinal_ptr, seg_ptr,
-                    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dinit_ptr, part, T, H, Dk, Dv, n_seg, per_seg, inv_tau, scale,
-                    DFINAL: tl.constexpr, DINIT: tl.constexpr, LOGITS: tl.constexpr, KEY: tl.constexpr,
-                    OP: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Steps 5-6, from the segment's last chunk to its first. One program: one segment of one head, BV columns; it
-    carries dS in registers. With several column blocks each writes its share of dq, dk, dg, `part` elements apart:
-    all three are sums over the columns of v. F, k ⊙ R and R may lie in the memory of dq, dg and dk: each chunk is read by
-    the program that then overwrites it."""
-    n_v = tl.cdiv(Dv, BV)
-    i_v, rest = tl.program_id(0) % n_v, (tl.program_id(0) // n_v).to(tl.int64)
-    i_seg, i_bh = rest % n_seg, rest // n_seg
-    i_b, i_h = i_bh // H, i_bh % H
-    q_ptr, kR_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(kR_ptr, i_b, i_h, T, H, Dk)
-    F_ptr, R_ptr = at_head(F_ptr, i_b, i_h, T, H, Dk), at_head(R_ptr, i_b, i_h, T, H, Dk)
-    g_ptr = at_head(g_ptr, i_b, i_h, T, H, Dk)
-    v_ptr, do_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(do_ptr, i_b, i_h, T, H, Dv)
-    dq_ptr, dk_ptr = at_head(dq_ptr, i_b, i_h, T, H, Dk) + i_v * part, at_head(dk_ptr, i_b, i_h, T, H, Dk) + i_v * part
-    dg_ptr, dv_ptr = at_head(dg_ptr, i_b, i_h, T, H, Dk) + i_v * part, at_head(dv_ptr, i_b, i_h, T, H, Dv)
+def gradient_kernel(q_ptr, F_ptr, kR_ptr, R_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr, dS_ptr,
+                    dq_ptr, dk_ptr, dv_ptr, dg_ptr, T, H, Dk, Dv, inv_tau, scale, LOGITS: tl.constexpr, KEY: tl.constexpr,
+                    OP: tl.constexpr, PRECISION: tl.constexpr,
+                    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, N_V: tl.constexpr):
+    """Steps 4 and 5: dq, dk, dv and dg or da. One program: one chunk of one head, all columns. F, k̃ and dS may lie in
+    the memory of dq, dg and dv: the chunk that is read here is the one that is overwritten here, afterwards."""
     n_chunk = tl.cdiv(T, C)
-    first = i_seg * per_seg
-    count = tl.minimum(per_seg, n_chunk - first)
-    tile, mask = state_tile(Dk, Dv, i_v * BV, BK, BV)
-    i = tl.arange(0, C)
-    before = (i[:, None] > i[None, :]).to(OP)
+    i_c, i_bh = tl.program_id(0) % n_chunk, (tl.program_id(0) // n_chunk).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    q_ptr, F_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(F_ptr, i_b, i_h, T, H, Dk)
+    kR_ptr, R_ptr = at_head(kR_ptr, i_b, i_h, T, H, Dk), at_head(R_ptr, i_b, i_h, T, H, Dk)
+    v_ptr, do_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(do_ptr, i_b, i_h, T, H, Dv)
+    g_ptr, dg_ptr = at_head(g_ptr, i_b, i_h, T, H, Dk), at_head(dg_ptr, i_b, i_h, T, H, Dk)
+    dq_ptr, dk_ptr = at_head(dq_ptr, i_b, i_h, T, H, Dk), at_head(dk_ptr, i_b, i_h, T, H, Dk)
+    dv_ptr = at_head(dv_ptr, i_b, i_h, T, H, Dv)
+    S_ptr, dS_ptr = at_head(S_ptr, i_b, i_h, n_chunk * BK, H, Dv), at_head(dS_ptr, i_b, i_h, n_chunk * BK, H, Dv)
+    t0, i = i_c * C, tl.arange(0, C)
+    decay, end, fast = chunk_decay(total_ptr, i_bh * n_chunk + i_c, Dk, BK)
 
-    dS = tl.zeros([BK, BV], tl.float32)
-    if i_seg < n_seg - 1:
-        dS = tl.load(seg_ptr + (i_bh * (n_seg - 1) + i_seg) * Dk * Dv + tile, mask=mask, other=0.0)
-    elif DFINAL:
-        dS = tl.load(dfinal_ptr + i_bh * Dk * Dv + tile, mask=mask, other=0.0)
-    for n in range(count):
-        chunk = first + count - 1 - n
-        t0 = chunk * C
-        decay, end, fast = chunk_decay(total_ptr, i_bh * n_chunk + chunk, Dk, BK)
-        F = load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-        q = (load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale * F).to(OP)       # q̃ (C, BK)
-        k = load(kR_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(OP)                                   # k̃ (C, BK)
-        v = load(v_ptr, t0, T, H * Dv, i_v * BV, Dv, C, BV).to(OP)
-        do = load(do_ptr, t0, T, H * Dv, i_v * BV, Dv, C, BV).to(OP)
+    q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
+    q = (q * load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)).to(OP)   # q̃ (C, BK)
+    k = load(kR_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(OP)                       # k̃ (C, BK)
+    At = tl.dot(k, tl.trans(q), input_precision=PRECISION)                     # (C, C)
+    At = tl.where(fast, tl.where(i[:, None] <= i[None, :], At, 0.0), 0.0).to(OP)
 
-        dS_end = (dS * end[:, None]).to(OP)                                                    # dŜ' (BK, BV)
-        At = tl.dot(k, tl.trans(q), input_precision=PRECISION)                                 # (C, C)
-        At = tl.where(fast, tl.where(i[:, None] <= i[None, :], At, 0.0), 0.0).to(OP)
-        dv = tl.dot(k, dS_end, input_precision=PRECISION)                                      # (C, BV)
+    P = tl.zeros([C, C], tl.float32)
+    Pt = tl.zeros([C, C], tl.float32)
+    dq = tl.zeros([C, BK], tl.float32)
+    dk = tl.zeros([C, BK], tl.float32)
+    through = tl.zeros([BK], tl.float32)                # what passes the whole chunk, from S to dS
+    for j in tl.static_range(N_V):
+        do = load(do_ptr, t0, T, H * Dv, j * BV, Dv, C, BV).to(OP)
+        dS = load(dS_ptr, i_c * BK, n_chunk * BK, H * Dv, j * BV, Dv, BK, BV)
+        dv = tl.dot(k, dS, input_precision=PRECISION)                          # (C, BV)
         dv = tl.dot(At, do, dv, input_precision=PRECISION)
-        store(dv_ptr, dv, t0, T, H * Dv, i_v * BV, Dv, C, BV)
+        v = load(v_ptr, t0, T, H * Dv, j * BV, Dv, C, BV).to(OP)
+        S = load(S_ptr, i_c * BK, n_chunk * BK, H * Dv, j * BV, Dv, BK, BV)
+        through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        P = tl.dot(do, tl.trans(v), P, input_precision=PRECISION)              # (C, C)
+        Pt = tl.dot(v, tl.trans(do), Pt, input_precision=PRECISION)
+        dq = tl.dot(do, tl.trans(S), dq, input_precision=PRECISION)            # (C, BK), without F and s
+        dk = tl.dot(v, tl.trans(dS), dk, input_precision=PRECISION)            # (C, BK), without R
+        tl.debug_barrier()                              # dS is read before dv takes its place
+        store(dv_ptr, dv, t0, T, H * Dv, j * BV, Dv, C, BV)
+    P = tl.where(fast, tl.where(i[:, None] >= i[None, :], P, 0.0), 0.0).to(OP)
+    Pt = tl.where(fast, tl.where(i[:, None] <= i[None, :], Pt, 0.0), 0.0).to(OP)
 
-        Pt = tl.dot(v, tl.trans(do), input_precision=PRECISION)                                # (C, C)
-        Pt = tl.where(fast, tl.where(i[:, None] <= i[None, :], Pt, 0.0), 0.0).to(OP)
-        dk = tl.dot(v, tl.trans(dS_end), input_precision=PRECISION)                            # (C, BK)
-        dk = tl.dot(Pt, q, dk, input_precision=PRECISION)
-        y = k.to(tl.float32) * dk                                                              # k ⊙ dk
-
-        P = tl.dot(do, tl.trans(v), input_precision=PRECISION)                                 # (C, C)
-        P = tl.where(fast, tl.where(i[:, None] >= i[None, :], P, 0.0), 0.0).to(OP)
-        S = tl.load(save_ptr + (i_bh * n_chunk + chunk) * Dk * Dv + tile, mask=mask, other=0.0)
-        dq = tl.dot(do, tl.trans(S), input_precision=PRECISION)                                # (C, BK)
-        dq = tl.dot(P, k, dq, input_precision=PRECISION)
-
-        dS = tl.dot(tl.trans(q), do, dS * decay[:, None], input_precision=PRECISION)           # (BK, BV)
-        e = tl.sum(S.to(tl.float32) * dS, 1)                                                   # (BK,)
-        dg = e[None, :] - sums(before, q.to(tl.float32) * dq - y, OP)                          # 6 (C, BK)
-        dk *= load(R_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-        dq *= load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
-        if not KEY:
-            dg += y - dk                                                                       # − dk ⊙ α
-        x = load(g_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-        if LOGITS:
-            dg *= slope(x) * inv_tau
-        dg = tl.where(x * inv_tau > LOG2_MIN / LOG2_E, dg, 0.0)         # where log α was clamped it does not depend on x
-        tl.debug_barrier()              # all of F, k ⊙ R and R is read before it is overwritten
-        store(dq_ptr, dq, t0, T, H * Dk, 0, Dk, C, BK)
-        store(dg_ptr, dg, t0, T, H * Dk, 0, Dk, C, BK)
-        if KEY:
-            store(dk_ptr, dk, t0, T, H * Dk, 0, Dk, C, BK)
-    if DINIT:
-        if i_seg == 0:
-            tl.store(dinit_ptr + i_bh * Dk * Dv + tile, dS, mask=mask)
+    e = through * (decay / end) + tl.sum(q.to(tl.float32) * dq, 0)             # (BK,)
+    dq = tl.dot(P, k, dq, input_precision=PRECISION)
+    dk = tl.dot(Pt, q, dk, input_precision=PRECISION)
+    y = k.to(tl.float32) * dk                                                  # k ⊙ dk
+    dg = e[None, :] - sums((i[:, None] > i[None, :]).to(OP), q.to(tl.float32) * dq - y, OP)        # 5 (C, BK)
+    dk *= load(R_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
+    dq *= load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
+    if not KEY:
+        dg += y - dk                                                           # − dk ⊙ α
+    x = load(g_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
+    if LOGITS:
+        dg *= slope(x) * inv_tau
+    dg = tl.where(x * inv_tau > LOG2_MIN / LOG2_E, dg, 0.0)     # where log α was clamped it does not depend on x
+    store(dq_ptr, dq, t0, T, H * Dk, 0, Dk, C, BK)
+    store(dg_ptr, dg, t0, T, H * Dk, 0, Dk, C, BK)
+    if KEY:
+        store(dk_ptr, dk, t0, T, H * Dk, 0, Dk, C, BK)
 
 
 @triton.jit
 def exact_output_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, o_ptr, T, H, Dk, Dv, inv_tau, scale,
                         LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
-                        C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+                        C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr):
     """Adds A v for the chunks that forget too much for one reference; all other programs leave at once.
 
     A comes column by column, from the last to the first: A[:, j] = Σ_c q_c k_jc W_c with W_i = α_{j+1} ⋯ α_i.
     """
     n_chunk = tl.cdiv(T, C)
-    i_c, i_bh = tl.program_id(0) % n_chunk, (tl.program_id(0) // n_chunk).to(tl.int64)
-    _, _, fast = chunk_decay(total_ptr, i_bh * n_chunk + i_c, Dk, BK)
-    if fast:
-        return
+    n_group = tl.cdiv(n_chunk, GROUP)
+    i_g, i_bh = tl.program_id(0) % n_group, (tl.program_id(0) // n_group).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
     q_ptr, k_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(k_ptr, i_b, i_h, T, H, Dk)
     g_ptr = at_head(g_ptr, i_b, i_h, T, H, Dk)
     v_ptr, o_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(o_ptr, i_b, i_h, T, H, Dv)
-    t0, i = i_c * C, tl.arange(0, C)
-    q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
-    A = tl.zeros([C, C], tl.float32)
-    W = tl.zeros([C, BK], tl.float32)
-    alpha = tl.zeros([BK], tl.float32)
-    for n in range(C):
-        j = C - 1 - n
-        W = tl.where((i == j)[:, None], 1.0, W * alpha[None, :])
-        g_j, k_j = gate_row(g_ptr, k_ptr, t0 + j, T, H, Dk, inv_tau, LOGITS, KEY, BK)
-        A += tl.where((i == j)[None, :], tl.sum(q * W * k_j[None, :], 1)[:, None], 0.0)
-        alpha = tl.exp2(g_j)
-    for c0 in range(0, Dv, BV):
-        v = load(v_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
-        o = load(o_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
-        store(o_ptr, tl.dot(A.to(OP), v, o, input_precision=PRECISION), t0, T, H * Dv, c0, Dv, C, BV)
+    i = tl.arange(0, C)
+    for chunk in range(i_g * GROUP, tl.minimum(i_g * GROUP + GROUP, n_chunk)):
+        t0 = chunk * C
+        _, _, fast = chunk_decay(total_ptr, i_bh * n_chunk + chunk, Dk, BK)
+        if not fast:
+            q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
+            A = tl.zeros([C, C], tl.float32)
+            W = tl.zeros([C, BK], tl.float32)
+            alpha = tl.zeros([BK], tl.float32)
+            for n in range(C):
+                j = C - 1 - n
+                W = tl.where((i == j)[:, None], 1.0, W * alpha[None, :])
+                g_j, k_j = gate_row(g_ptr, k_ptr, t0 + j, T, H, Dk, inv_tau, LOGITS, KEY, BK)
+                A += tl.where((i == j)[None, :], tl.sum(q * W * k_j[None, :], 1)[:, None], 0.0)
+                alpha = tl.exp2(g_j)
+            for c0 in range(0, Dv, BV):
+                v = load(v_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+                o = load(o_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
+                store(o_ptr, tl.dot(A.to(OP), v, o, input_precision=PRECISION), t0, T, H * Dv, c0, Dv, C, BV)
 
 
 @triton.jit
 def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, dg_ptr,
                           T, H, Dk, Dv, inv_tau, scale, LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr,
-                          PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+                          PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr):
     """Adds what the same chunks' own pairs (read i ≥ write j) give to dq, dk, dv and dg."""
     n_chunk = tl.cdiv(T, C)
-    i_c, i_bh = tl.program_id(0) % n_chunk, (tl.program_id(0) // n_chunk).to(tl.int64)
-    _, _, fast = chunk_decay(total_ptr, i_bh * n_chunk + i_c, Dk, BK)
-    if fast:
-        return
+    n_group = tl.cdiv(n_chunk, GROUP)
+    i_g, i_bh = tl.program_id(0) % n_group, (tl.program_id(0) // n_group).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
     q_ptr, k_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(k_ptr, i_b, i_h, T, H, Dk)
     g_ptr, dg_ptr = at_head(g_ptr, i_b, i_h, T, H, Dk), at_head(dg_ptr, i_b, i_h, T, H, Dk)
     dq_ptr, dk_ptr = at_head(dq_ptr, i_b, i_h, T, H, Dk), at_head(dk_ptr, i_b, i_h, T, H, Dk)
     v_ptr, dv_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(dv_ptr, i_b, i_h, T, H, Dv)
     do_ptr = at_head(do_ptr, i_b, i_h, T, H, Dv)
-    t0, i = i_c * C, tl.arange(0, C)
-    P = tl.zeros([C, C], tl.float32)
-    for c0 in range(0, Dv, BV):
-        v = load(v_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
-        do = load(do_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
-        P = tl.dot(do, tl.trans(v), P, input_precision=PRECISION)
-    q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
-    At = tl.zeros([C, C], tl.float32)
-    dq = tl.zeros([C, BK], tl.float32)
-    dk = tl.zeros([C, BK], tl.float32)
-    W = tl.zeros([C, BK], tl.float32)
-    alpha = tl.zeros([BK], tl.float32)
-    for n in range(C):
-        j = C - 1 - n
-        W = tl.where((i == j)[:, None], 1.0, W * alpha[None, :])
-        g_j, k_j = gate_row(g_ptr, k_ptr, t0 + j, T, H, Dk, inv_tau, LOGITS, KEY, BK)
-        At += tl.where((i == j)[:, None], tl.sum(q * W * k_j[None, :], 1)[None, :], 0.0)
-        pW = tl.sum(tl.where((i == j)[None, :], P, 0.0), 1)[:, None] * W                       # P[:, j] W (C, BK)
-        dq += pW * k_j[None, :]
-        dk += tl.where((i == j)[:, None], tl.sum(pW * q, 0)[None, :], 0.0)
-        alpha = tl.exp2(g_j)
-    for c0 in range(0, Dv, BV):
-        do = load(do_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
-        dv = load(dv_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
-        store(dv_ptr, tl.dot(At.to(OP), do, dv, input_precision=PRECISION), t0, T, H * Dv, c0, Dv, C, BV)
-    x = load(g_ptr, t0, T, H * Dk, 0, Dk, C, BK, 1e4 if LOGITS else 0.0)
-    g = log2_alpha(x, inv_tau, LOGITS)
-    k = load(k_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) if KEY else key_of(g)
-    dg = -sums((i[:, None] > i[None, :]).to(OP), q * dq - k * dk, OP)          # 6, with e = 0
-    if not KEY:
-        dg -= dk * tl.exp2(g)
-    if LOGITS:
-        dg *= slope(x.to(tl.float32)) * inv_tau
-    dg = tl.where(g > LOG2_MIN, dg, 0.0)
-    dq = dq * scale + load(dq_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-    store(dq_ptr, dq, t0, T, H * Dk, 0, Dk, C, BK)
-    dg += load(dg_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-    store(dg_ptr, dg, t0, T, H * Dk, 0, Dk, C, BK)
-    if KEY:
-        dk += load(dk_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-        store(dk_ptr, dk, t0, T, H * Dk, 0, Dk, C, BK)
+    i = tl.arange(0, C)
+    for chunk in range(i_g * GROUP, tl.minimum(i_g * GROUP + GROUP, n_chunk)):
+        t0 = chunk * C
+        _, _, fast = chunk_decay(total_ptr, i_bh * n_chunk + chunk, Dk, BK)
+        if not fast:
+            P = tl.zeros([C, C], tl.float32)
+            for c0 in range(0, Dv, BV):
+                v = load(v_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+                do = load(do_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+                P = tl.dot(do, tl.trans(v), P, input_precision=PRECISION)
+            q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
+            At = tl.zeros([C, C], tl.float32)
+            dq = tl.zeros([C, BK], tl.float32)
+            dk = tl.zeros([C, BK], tl.float32)
+            W = tl.zeros([C, BK], tl.float32)
+            alpha = tl.zeros([BK], tl.float32)
+            for n in range(C):
+                j = C - 1 - n
+                W = tl.where((i == j)[:, None], 1.0, W * alpha[None, :])
+                g_j, k_j = gate_row(g_ptr, k_ptr, t0 + j, T, H, Dk, inv_tau, LOGITS, KEY, BK)
+                At += tl.where((i == j)[:, None], tl.sum(q * W * k_j[None, :], 1)[None, :], 0.0)
+                pW = tl.sum(tl.where((i == j)[None, :], P, 0.0), 1)[:, None] * W                       # P[:, j] W (C, BK)
+                dq += pW * k_j[None, :]
+                dk += tl.where((i == j)[:, None], tl.sum(pW * q, 0)[None, :], 0.0)
+                alpha = tl.exp2(g_j)
+            for c0 in range(0, Dv, BV):
+                do = load(do_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+                dv = load(dv_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
+                store(dv_ptr, tl.dot(At.to(OP), do, dv, input_precision=PRECISION), t0, T, H * Dv, c0, Dv, C, BV)
+            x = load(g_ptr, t0, T, H * Dk, 0, Dk, C, BK, 1e4 if LOGITS else 0.0)
+            g = log2_alpha(x, inv_tau, LOGITS)
+            k = load(k_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) if KEY else key_of(g)
+            dg = -sums((i[:, None] > i[None, :]).to(OP), q * dq - k * dk, OP)          # 6, with e = 0
+            if not KEY:
+                dg -= dk * tl.exp2(g)
+            if LOGITS:
+                dg *= slope(x.to(tl.float32)) * inv_tau
+            dg = tl.where(g > LOG2_MIN, dg, 0.0)
+            dq = dq * scale + load(dq_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
+            store(dq_ptr, dq, t0, T, H * Dk, 0, Dk, C, BK)
+            dg += load(dg_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
+            store(dg_ptr, dg, t0, T, H * Dk, 0, Dk, C, BK)
+            if KEY:
+                dk += load(dk_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
+                store(dk_ptr, dk, t0, T, H * Dk, 0, Dk, C, BK)
 
 
 @triton.jit
@@ -509,11 +501,12 @@ def step_kernel(q_ptr, k_ptr, v_ptr, g_ptr, S_ptr, o_ptr, out_ptr, H, Dk, Dv, in
 
 # ── Launches ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-# (16-bit inputs, key width up to) → C, columns of v a program, warps of output and states, warps of gradient
-CONFIGS = {(True, 64): (64, 128, 4, 4), (True, 128): (64, 64, 8, 8), (True, 256): (32, 32, 8, 8),
+# (16-bit inputs, key width up to) → C, columns of v a program, warps: of walk and output, of gradient
+CONFIGS = {(True, 64): (64, 128, 4, 4), (True, 128): (64, 64, 4, 8), (True, 256): (32, 32, 8, 8),
            (False, 64): (32, 64, 4, 8), (False, 128): (32, 32, 8, 8), (False, 256): (16, 16, 8, 8)}
-PROGRAMS = 512          # cut sequences into segments until there are about as many programs
-STAGES = 1
+PROGRAMS = 256          # cut sequences into segments until there are about as many programs
+STAGES = 2
+GROUP = 8               # chunks that one program of the exact kernels looks at
 
 
 class Plan:
@@ -539,7 +532,7 @@ class Plan:
         self.gates = dict(LOGITS=tau > 0, KEY=k is not None)
         self.tiles = dict(OP=tl.bfloat16 if half and q.is_cuda else tl.float32,
                           PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
-                          C=self.C, BK=self.BK, BV=self.BV, num_stages=STAGES)
+                          C=self.C, BK=self.BK, BV=self.BV)
         self.sizes = self.T, self.H, self.Dk, self.Dv
 
     def like(self, x, reuse=None):
@@ -556,18 +549,26 @@ class Plan:
             **self.gates, ROWS=16, C=self.C, BK=self.BK, num_warps=max(1, self.BK // 64))
         return total
 
-    def boundary_states(self, x, F, y, total, init, forward):
-        """The state after each segment but the last (forward), or its gradient before each but the first."""
+    def states(self, x, F, y, total, init, forward, into, last):
+        """Steps 2: the state before each chunk, or the gradient after it, goes into `into`, the last of all into `last`."""
         n = self.n_seg - 1
-        U = torch.empty(self.heads, n, self.Dk, self.Dv, device=y.device, dtype=torch.float32)
+        seg = torch.empty(self.heads, n, self.Dk, self.Dv, device=y.device, dtype=torch.float32)
+        decay = torch.empty(self.heads, n, self.Dk, device=y.device, dtype=torch.float32)
+        start = init if init is not None else total                        # never read without INIT
+        walk = dict(FORWARD=forward, **self.tiles, num_warps=self.warps, num_stages=STAGES)
+        args = x, F, y, total, seg, decay, start, into, last if last is not None else total, *self.sizes
         if n:
-            D = torch.empty(self.heads, n, self.Dk, device=y.device, dtype=torch.float32)
-            states_kernel[(self.heads * n * self.n_v,)](x, F, y, total, U, D, *self.sizes, self.n_seg, self.per_seg,
-                                                        self.scale, FORWARD=forward, **self.tiles, num_warps=self.warps)
+            walk_kernel[(self.heads * n * self.n_v,)](*args, self.n_seg, self.per_seg, self.scale, STORE=False,
+                                                      INIT=False, LAST=False, **walk)
             scan_kernel[(self.heads * triton.cdiv(self.Dk * self.Dv, 256),)](
-                U, D, init if init is not None else U, self.Dk, self.Dv, n, FORWARD=forward, INIT=init is not None,
+                seg, decay, start, self.Dk, self.Dv, n, FORWARD=forward, INIT=init is not None,
                 ROWS=min(16, triton.next_power_of_2(n)), BLOCK=256, num_warps=4)
-        return U
+        walk_kernel[(self.heads * self.n_seg * self.n_v,)](*args, self.n_seg, self.per_seg, self.scale, STORE=True,
+                                                           INIT=init is not None, LAST=last is not None, **walk)
+
+    def room(self, x):
+        """Room for a state of every chunk, laid out as v is: BK rows a chunk in place of C."""
+        return torch.empty(self.B, self.n_chunk * self.BK, self.H, self.Dv, dtype=self.op_dtype, device=x.device)
 
 
 def on_device(x):
@@ -585,14 +586,13 @@ def forward_op(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torc
     with on_device(q):
         F, kR = plan.like(q), plan.like(q)
         total = plan.decays(k, g, F, kR)
-        seg = plan.boundary_states(kR, F, v, total, state, forward=True)
-        output_kernel[(plan.heads * plan.n_seg * plan.n_v,)](
-            q, F, kR, v, total, state if state is not None else final, seg, o, final, saved,
-            *plan.sizes, plan.n_seg, plan.per_seg, plan.scale, INIT=state is not None, SAVE=save,
-            **plan.tiles, num_warps=plan.warps)
-        exact_output_kernel[(plan.heads * plan.n_chunk,)](
+        states = saved if save else plan.room(q)
+        plan.states(kR, F, v, total, state, True, states, final)
+        output_kernel[(plan.heads * plan.n_chunk * plan.n_v,)](
+            q, F, kR, v, total, states, o, *plan.sizes, plan.scale, **plan.tiles, num_warps=plan.warps)
+        exact_output_kernel[(plan.heads * triton.cdiv(plan.n_chunk, GROUP),)](
             q, k if k is not None else g, v, g, total, o, *plan.sizes, plan.inv_tau, plan.scale,
-            **plan.gates, **plan.tiles, num_warps=4)
+            **plan.gates, **plan.tiles, GROUP=GROUP, num_warps=4)
     return o, final, saved
 
 
@@ -601,9 +601,7 @@ def forward_fake(q, k, v, g, state, tau, save):
     plan = Plan(q, k, v, tau)
     o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     final = torch.empty(plan.B, plan.H, plan.Dk, plan.Dv, dtype=torch.float32, device=q.device)
-    chunks = plan.n_chunk if save else 0
-    saved = torch.empty(plan.heads, chunks, plan.Dk, plan.Dv, dtype=plan.op_dtype, device=q.device)
-    return o, final, saved
+    return o, final, plan.room(q) if save else torch.empty(0, dtype=plan.op_dtype, device=q.device)
 
 
 @torch.library.custom_op("metala::backward", mutates_args=())
@@ -613,23 +611,18 @@ def backward_op(do: torch.Tensor, dfinal: torch.Tensor | None, q: torch.Tensor, 
     do, dfinal, q, k, v, g = (x if x is None else x.contiguous() for x in (do, dfinal, q, k, v, g))
     plan = Plan(q, k, v, tau)
     dq, dk, dv, dg, dinit = backward_fake(do, dfinal, q, k, v, g, saved, tau, dinit_wanted)
-    whole = plan.n_v == 1
-    grads = [dq, dk, dg] if whole else [
-        torch.empty(plan.n_v, *x.shape, dtype=torch.float32, device=x.device) for x in (dq, dk, dg)]
     with on_device(q):
-        F, kR, R = (plan.like(q, x if whole else None) for x in (dq, dg, dk if k is not None else None))
+        # dq, dg and dv lend their memory to what their own kernels read last: F, k ⊙ R and the chunks' dS
+        F, kR, R = plan.like(q, dq), plan.like(q, dg), plan.like(q)
         total = plan.decays(k, g, F, kR, R)
-        seg = plan.boundary_states(q, F, do, total, dfinal, forward=False)
-        gradient_kernel[(plan.heads * plan.n_seg * plan.n_v,)](
-            q, F, kR, R, v, g, total, saved, do, dfinal if dfinal is not None else dinit, seg,
-            grads[0], grads[1], dv, grads[2], dinit, q.numel(), *plan.sizes, plan.n_seg, plan.per_seg,
-            plan.inv_tau, plan.scale, DFINAL=dfinal is not None, DINIT=dinit_wanted,
-            **plan.gates, **plan.tiles, num_warps=plan.grad_warps)
-        exact_gradient_kernel[(plan.heads * plan.n_chunk,)](
-            q, k if k is not None else g, v, g, total, do, grads[0], grads[1], dv, grads[2],
-            *plan.sizes, plan.inv_tau, plan.scale, **plan.gates, **plan.tiles, num_warps=4)
-        if not whole:
-            dq, dk, dg = (torch.sum(x, 0).to(y.dtype) for x, y in zip(grads, (dq, dk, dg)))
+        dS = plan.like(dv, dv) if plan.BK == plan.C and plan.T % plan.C == 0 else plan.room(q)
+        plan.states(q, F, do, total, dfinal, False, dS, dinit if dinit_wanted else None)
+        gradient_kernel[(plan.heads * plan.n_chunk,)](
+            q, F, kR, R, v, g, do, total, saved, dS, dq, dk, dv, dg, *plan.sizes, plan.inv_tau, plan.scale,
+            **plan.gates, **plan.tiles, N_V=plan.n_v, num_warps=plan.grad_warps)
+        exact_gradient_kernel[(plan.heads * triton.cdiv(plan.n_chunk, GROUP),)](
+            q, k if k is not None else g, v, g, total, do, dq, dk, dv, dg,
+            *plan.sizes, plan.inv_tau, plan.scale, **plan.gates, **plan.tiles, GROUP=GROUP, num_warps=4)
     return dq, dk, dv, dg, dinit
 
 
