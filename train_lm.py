@@ -323,10 +323,11 @@ def save_checkpoint(args, model, optimizer, scaler, is_best, **progress):
         model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
         rng=torch.get_rng_state(),
         cuda_rng=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
-    weights = {name: content[name] for name in ("script", "step", "args", "model")}
-    for name, x in {"best.pt": weights if is_best else None, "checkpoint.pt": content}.items():
-        if x is None:
-            continue
+    files = {"checkpoint.pt": content}
+    if is_best:
+        weights = {name: content[name] for name in ("script", "step", "args", "model")}
+        files = {"best.pt": weights, **files}
+    for name, x in files.items():
         temporary = args.out / (name + ".tmp")
         with open(temporary, "wb") as file:
             torch.save(x, file)
@@ -857,7 +858,8 @@ def seconds_per_call(call, device, calls=10):
 
 def lengths(text):
     """An argparse type: 1k,4k is 1024 and 4096."""
-    return [int(x[:-1]) * 1024 if x.endswith("k") else int(x) for x in text.split(",")]
+    return [at_least(1)(x.removesuffix("k")) * (1024 if x.endswith("k") else 1)
+            for x in text.split(",")]
 
 
 def name_and_value(text):
