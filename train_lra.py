@@ -560,8 +560,9 @@ def common_flags():
 
 def parse(parser, argv):
     """A preset only changes defaults, so a flag given by hand always wins."""
+    parser.set_defaults(**PRESETS["laptop"])
     preset = PRESETS[parser.parse_args(argv).preset]
-    parser.set_defaults(**preset | dict(warmup=None))
+    parser.set_defaults(**dict.fromkeys(PRESETS["laptop"]) | preset | dict(warmup=None))
     args = parser.parse_args(argv)
     if args.warmup is None:
         args.warmup = preset["warmup"] * args.steps // preset["steps"]
