@@ -18,6 +18,7 @@ Tolerances on |x - ref| / |ref| (`compare` says what stands for |ref| when that 
 """
 
 import argparse
+import gzip
 import hashlib
 import importlib
 import json
@@ -43,6 +44,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import train_lra
+import train_image
 import train_lm
 import train_mqar
 from metala import MIXERS, Backbone, Block, LanguageModel, MetaLA, attention_map, linear_attention
@@ -804,7 +806,10 @@ TOY = {"train_mqar": "--length 16 --pairs 2 --vocab 16 --test-examples 24 --unti
        # a data folder that cannot be written: the cache goes to the run folder
        "train_lra": "--length 24 --shortest 3 --examples 400 --data-dir /dev/null --dropout 0.2 "
                     "--layers 1 --d-model 16 --heads 2 --batch 8 --steps 7 --warmup 2 "
-                    "--eval-every 2"}
+                    "--eval-every 2",
+       "train_image": "--size 16 --examples 64 --test-examples 24 --augment shift --flip "
+                      "--cutout 0.3 --dropout 0.2 --layers 1 --d-model 16 --heads 2 --batch 8 "
+                      "--steps 7 --warmup 2 --eval-every 2"}
 scripts = pytest.mark.parametrize("script", TOY)
 
 def start(script, out, flags="", resume=False):
@@ -845,7 +850,8 @@ def test_a_run_stopped_by_a_signal_and_resumed_equals_an_uninterrupted_one(
         start(script, out)
     assert stop.value.code == 128 + number and saved(out)["step"] == 3
     resumed = start(script, out, resume=True)
-    assert all(resumed[name] == whole[name] for name in whole if name not in ("seconds", "best"))
+    assert all(resumed[name] == whole[name] for name in whole
+               if name not in ("seconds", "best", "images_per_second"))
     one, other = saved(tmp_path / "whole"), saved(out)
     for kind in ("model", "optimizer", "rng"):
         torch.testing.assert_close(other[kind], one[kind], rtol=0, atol=0)
@@ -887,7 +893,11 @@ OWN_MISTAKES = {"train_mqar": {
     "train_lra": {
         "--preset pathx --length 99": "99.*1024", "--preset text --generate": "text", "--conv x": "x",
         "--accumulate 9": "9.*8", "--examples 100 --batch 200": "200.*96", "--bench foo": "foo",
-        "--conv 4 --bidirectional": "conv_size.*4", "--preset image --no-generate": "cifar-10"}}
+        "--conv 4 --bidirectional": "conv_size.*4", "--preset image --no-generate": "cifar-10"},
+    "train_image": {
+        "--batch 100": "100.*64", "--size 18": "18.*4", "--size 18 --patch 3": "two.*3",
+        "--data folder --data-dir no": "no.*train/CLASS", "--predict a.png": "checkpoint.pt",
+        "--data mnist --data-dir /dev/null": "/dev/null/mnist", "--conv 4": "conv_size.*4"}}
 
 @pytest.mark.parametrize("script, flags, words", [
     (script, flags, words) for script in TOY
@@ -1217,6 +1227,142 @@ def test_lm_bench_measures_the_mixer_and_attention(tmp_path):
     assert [row["mixer"] for row in rows] == ["metala", "metala", "attention", "attention"]
     constant, same, cache, longer = (row["state MiB"] for row in rows)
     assert constant == same and cache < longer
+
+# train_image.py
+
+def test_shapes_have_equal_area_and_no_linear_statistic_of_colour_or_area_tells_them_apart():
+    at = np.linspace(-2, 2, 400)
+    for shape in train_image.SHAPES.values():
+        assert abs((shape(at[None], at[:, None] + 0 * at) < 0).mean() * 16 - 1) < 0.02
+    images, labels = train_image.draw_shapes(np.random.default_rng(0), 4000, 32)
+    assert images.dtype == np.uint8 and images.shape == (4000, 3, 32, 32)
+    x = images.reshape(4000, 3, -1) / 255
+    edge = np.median(images[..., [0, -1], :].reshape(4000, 3, -1) / 255, -1, keepdims=True)
+    area = [(np.abs(x - edge).max(1) > level).mean(1) for level in (0.1, 0.2, 0.3, 0.4)]
+    facts = np.c_[x.mean(2), x.std(2), edge[..., 0], np.stack(area, 1), np.ones(4000)]
+    fit = np.linalg.lstsq(facts[:3000], np.eye(10)[labels[:3000]], rcond=None)[0]
+    assert ((facts[3000:] @ fit).argmax(1) == labels[3000:]).mean() < 0.3
+
+def idx(array):
+    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes() + array.tobytes()
+
+def image_data(folder, **flags):
+    args = argparse.Namespace(data_dir=folder, size=16, workers=0, **flags)
+    return train_image.load_data(args, torch.device("cpu"))
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gz"])
+def test_mnist_is_read_as_it_is_and_a_broken_file_is_one_line(pack, tmp_path):
+    (tmp_path / "mnist").mkdir()
+    rng, suffix = np.random.default_rng(0), ".gz" if pack == gzip.compress else ""
+    arrays = [rng.integers(0, 10, shape, np.uint8) for shape in ((6, 28, 28), 6, (3, 28, 28), 3)]
+    paths = [tmp_path / "mnist" / (name.removesuffix(".gz") + suffix)
+             for name in train_image.MNIST_FILES]
+    for path, array in zip(paths, arrays):
+        path.write_bytes(pack(idx(array)))
+    sets, _ = image_data(tmp_path, data="mnist")
+    for part, images, labels in zip(sets, arrays[::2], arrays[1::2]):
+        assert (part.images.numpy() == images[:, None]).all() and part.images.shape[1] == 3
+        assert (part.labels.numpy() == labels).all()
+    for content, words in ((pack(idx(arrays[0]))[:-90], "train-images"), (pack(b""), "00 00 08"),
+                           (pack(idx(arrays[1])), "00 00 08 01"), (b"\x1f\x8b", "train-images")):
+        paths[0].write_bytes(content)
+        with pytest.raises(SystemExit, match=words):
+            image_data(tmp_path, data="mnist")
+    paths[0].write_bytes(pack(idx(arrays[0][:5])))
+    with pytest.raises(SystemExit, match="5 images have 6 labels"):
+        image_data(tmp_path, data="mnist")
+
+def test_cifar10_is_read_as_it_is_and_a_broken_file_is_one_line(tmp_path):
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    records = np.random.default_rng(0).integers(0, 10, (6, 2, 3073), np.uint8)
+    for name, record in zip([f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"], records):
+        (folder / f"{name}.bin").write_bytes(record.tobytes())
+    (train, test), classes = image_data(tmp_path, data="cifar10")
+    assert (train.labels.numpy() == records[:5, :, 0].ravel()).all() and len(classes) == 10
+    assert test.images[1, 2, 0, 5] == records[5, 1, 1 + 2048 + 5] and train.images.shape[0] == 10
+    for content, words in ((records[0].tobytes()[:-1], "batch_2.bin has 6145"), (b"", "has 0"),
+                           (bytes([10]) + records[0].tobytes()[1:], "labels up to 10")):
+        (folder / "data_batch_2.bin").write_bytes(content)
+        with pytest.raises(SystemExit, match=words):
+            image_data(tmp_path, data="cifar10")
+
+def test_a_download_is_used_only_with_the_right_hash(tmp_path):
+    (tmp_path / "source").write_bytes(bytes(50))
+    url, path = (tmp_path / "source").as_uri(), tmp_path / "new" / "file"
+    with pytest.raises(SystemExit, match="0" * 32):
+        train_image.download(url, path, "0" * 32)
+    assert not path.exists()
+    train_image.download(url, path, hashlib.md5(bytes(50)).hexdigest())
+    assert path.read_bytes() == bytes(50)
+
+@pytest.mark.parametrize("kind, hole", [("none", 0), ("shift", 0.4), ("crop", 0)])
+def test_augmentation_keeps_shape_and_dtype_and_is_made_of_the_images_own_pixels(kind, hole):
+    args = argparse.Namespace(augment=kind, flip=kind != "none", cutout=hole, size=16, batch=32,
+                              seed=0, data="")
+    images = torch.randint(0, 256, (32, 3, 16, 16), dtype=torch.uint8)
+    out = train_image.augment(args, images, torch.ones(32), 5)
+    assert out.shape == images.shape and out.dtype == torch.uint8
+    assert torch.equal(out, images) == (kind == "none")
+    for image, cut in zip(images.numpy(), out.numpy()) if kind == "shift" else []:
+        wide = np.pad(image, ((0, 0), (2, 2), (2, 2)), "symmetric")
+        moved = [w[:, y:y + 16, x:x + 16] for w in (wide, wide[..., ::-1])
+                 for y in range(5) for x in range(5)]
+        assert max((cut == m).mean() for m in moved) > 0.8 - 0.41 ** 2 and (cut == 128).any()
+
+def test_a_squeezed_image_comes_out_in_its_own_proportions():
+    wide = torch.arange(48).expand(1, 3, 24, 48).float() * 5
+    square = F.interpolate(wide, (96, 96), mode="bilinear", antialias=True).round().byte()
+    box = train_image.centre_box(argparse.Namespace(data="x"), torch.tensor([2.0]))
+    assert (train_image.crop(square, box, 24).float() - wide[..., 12:36]).abs().max() < 2.5
+
+def test_a_folder_of_images_is_learned_classified_and_what_cannot_be_read_is_named(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    for folder in ("train/a", "train/b", "val/a", "val/b"):  # b is brighter
+        (tmp_path / folder).mkdir(parents=True)
+        for i in range(8):
+            pixels = rng.integers(0, 99, (20, 9, 3), np.uint8) + np.uint8(99 * ("b" in folder))
+            np.save(tmp_path / folder / f"{i}.npy", pixels)
+    (tmp_path / "val" / "a" / "0.npy").write_bytes(b"broken")
+    flags = f"--data folder --data-dir {tmp_path} --workers 0 --cutout 0 --dropout 0 --lr 3e-3 "
+    result = start("train_image", tmp_path / "out", flags + "--steps 25 --test-sizes 24")
+    assert result["accuracy"] == 1 and result["accuracy_24"] > 0.5
+    assert re.search("1 unreadable test images .*0.npy", capsys.readouterr().out)
+    files = [tmp_path / "val" / "b" / "1.npy", tmp_path / "val" / "a" / "1.npy"]
+    answers = start("train_image", tmp_path / "out", "--predict " + " ".join(map(str, files)))
+    assert answers == {str(files[0]): "b", str(files[1]): "a"}
+    with pytest.raises(SystemExit, match="1 of 1 files"):
+        start("train_image", tmp_path / "out", f"--predict {tmp_path / 'val' / 'a' / '0.npy'}")
+
+@pytest.mark.parametrize("flags", [
+    *(f"--preset {preset} --data synthetic --size 32" for preset in train_image.PRESETS),
+    *(f"--mixer {mixer} --scan both" for mixer in MIXERS), "--dtype float16"])
+def test_image_runs_with(flags, tmp_path):
+    result = start("train_image", tmp_path, flags + " --steps 2")
+    assert 0 <= result["accuracy"] <= 1 and np.isfinite(result["loss"]) and result["steps"] == 2
+
+@pytest.mark.parametrize("preset, classes, low, high", [
+    ("tiny", 1000, 5.98e6, 6.22e6), ("small", 1000, 23.2e6, 24.2e6), ("cifar", 10, 0, 6.5e6)])
+def test_image_models_have_the_papers_sizes(preset, classes, low, high):
+    args = argparse.Namespace(**train_image.PRESETS[preset], mixer="metala", conv=3)
+    assert low <= sum(p.numel() for p in train_image.Classifier(args, classes).parameters()) <= high
+
+def test_image_two_processes_continue_a_run_of_one_and_the_reverse(tmp_path, monkeypatch):
+    flags, out = "--dropout 0", tmp_path / "out"
+    whole = start("train_image", tmp_path / "whole", flags)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        after_step(patch, 3, lambda _: signal.raise_signal(signal.SIGTERM))
+        start("train_image", out, flags)
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                    "--nproc_per_node=2", HERE / "train_image.py", *TOY["train_image"].split(),
+                    *flags.split(), "--device", "cpu", "--out", out, "--resume"], check=True)
+    for line, same in zip(log_of(out)[1:], log_of(tmp_path / "whole")[1:], strict=True):
+        assert line["step"] == same["step"] and abs(line["loss"] - same["loss"]) < 1e-4
+    assert abs(start("train_image", out, flags, resume=True)["loss"] - whole["loss"]) < 1e-4
+
+def test_image_bench_measures_the_mixer_and_attention(tmp_path):
+    rates = start("train_image", tmp_path, "--bench 16 32 --steps 2")
+    assert set(rates) == {"metala_16", "attention_16", "metala_32", "attention_32"}
 
 # ── 14  The README: its Python runs, its commands name files and flags that exist ────────────────
 
