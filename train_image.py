@@ -55,7 +55,7 @@ RANK, LOCAL_RANK, WORLD = (int(os.environ.get(name, default)) for name, default 
                            (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))  # set by torchrun
 LAPTOP = dict(data="shapes", size=32, patch=4, stem="conv", scan="rows", d_model=64, layers=3,
               heads=2, dropout=0.0, augment="none", flip=False, cutout=0.0, label_smoothing=0.0,
-              epochs=2, batch=32, lr=3e-3, warmup=100, weight_decay=0.05, eval_every=300)
+              epochs=2, batch=32, lr=2e-3, warmup=200, weight_decay=0.05, eval_every=300)
 MNIST = LAPTOP | dict(data="mnist", size=28, augment="shift", label_smoothing=0.1, epochs=40,
                       batch=128, eval_every=500)
 CIFAR = dict(data="cifar10", size=32, patch=2, stem="conv", scan="both", d_model=256, layers=7,
@@ -129,11 +129,9 @@ def draw_shapes(rng, n, S):
 
     ground = uniform(0, 1, 3)                                                # (3, n, 1, 1)
     images = ground + uniform(-0.2, 0.2, 3) * pixel + uniform(-0.2, 0.2, 3) * pixel[:, None]
-    for _ in range(2):
-        paint(uniform(0, 1, 3), lambda x, y: box(x, y, 0.5, 0.07), 0.4, 0.9)       # a stroke
-        paint(uniform(0, 1, 3), lambda x, y: disc(x, y, 0.5), 0.08, 0.16)          # a dot
-    paint((ground + uniform(0.3, 0.7, 3)) % 1, kind, 0.3, 0.55)
-    paint(uniform(0, 1, 3), lambda x, y: box(x, y, 0.5, 0.04), 0.4, 0.9)           # one in front
+    paint(uniform(0, 1, 3), lambda x, y: box(x, y, 0.5, 0.07), 0.4, 0.9)           # a stroke
+    paint(uniform(0, 1, 3), lambda x, y: disc(x, y, 0.5), 0.08, 0.16)              # a dot
+    paint((ground + uniform(0.3, 0.7, 3)) % 1, kind, 0.35, 0.55)                   # the shape
     images += 0.04 * rng.standard_normal(images.shape, dtype=np.float32)
     return (images.clip(0, 1) * 255).astype(np.uint8).swapaxes(0, 1), labels
 
@@ -156,7 +154,8 @@ def download(url, path, md5):
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with urllib.request.urlopen(url, timeout=30) as source, open(part, "wb") as file, \
-                tqdm(total=source.length, unit="B", unit_scale=True, desc=path.name) as bar:
+                tqdm(total=int(source.headers["Content-Length"] or 0), unit="B", unit_scale=True,
+                     desc=path.name) as bar:
             while block := source.read(1 << 20):
                 file.write(block)
                 digest.update(block)
