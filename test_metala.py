@@ -1168,17 +1168,19 @@ def test_lm_accumulating_recomputing_or_rounding_gives_the_same_curve(flags, tmp
     plain, other = start("train_lm", tmp_path / "a"), start("train_lm", tmp_path / "b", flags)
     assert abs(plain["loss"] - other["loss"]) < (3e-2 if "bfloat" in flags else 1e-5)
 
-def test_lm_two_processes_continue_a_run_of_one_and_the_reverse(tmp_path, monkeypatch):
-    whole, out = start("train_lm", tmp_path / "whole"), tmp_path / "out"
+@pytest.mark.parametrize("script", ["train_lm", "train_image"])
+def test_two_processes_continue_a_run_of_one_and_the_reverse(script, tmp_path, monkeypatch):
+    flags, out = "--dropout 0", tmp_path / "out"
+    whole = start(script, tmp_path / "whole", flags)
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         after_step(patch, 3, lambda _: signal.raise_signal(signal.SIGTERM))
-        start("train_lm", out)
+        start(script, out, flags)
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                    "--nproc_per_node=2", HERE / "train_lm.py", *TOY["train_lm"].split(),
-                    "--device", "cpu", "--out", out, "--resume"], check=True)
+                    "--nproc_per_node=2", HERE / f"{script}.py", *TOY[script].split(),
+                    *flags.split(), "--device", "cpu", "--out", out, "--resume"], check=True)
     for line, same in zip(log_of(out)[1:], log_of(tmp_path / "whole")[1:], strict=True):
         assert line["step"] == same["step"] and abs(line["loss"] - same["loss"]) < 1e-4
-    assert abs(start("train_lm", out, resume=True)["loss"] - whole["loss"]) < 1e-4
+    assert abs(start(script, out, flags, resume=True)["loss"] - whole["loss"]) < 1e-4
 
 def safetensors(weights):
     ends = np.cumsum([x.nbytes for x in weights.values()]).tolist()
@@ -1316,7 +1318,7 @@ def test_a_squeezed_image_comes_out_in_its_own_proportions():
     box = train_image.centre_box(argparse.Namespace(data="x"), torch.tensor([2.0]))
     assert (train_image.crop(square, box, 24).float() - wide[..., 12:36]).abs().max() < 2.5
 
-def test_a_folder_of_images_is_learned_classified_and_what_cannot_be_read_is_named(tmp_path, capsys):
+def test_a_folder_is_learned_classified_and_what_cannot_be_read_is_named(tmp_path, capsys):
     rng = np.random.default_rng(0)
     for folder in ("train/a", "train/b", "val/a", "val/b"):  # b is brighter
         (tmp_path / folder).mkdir(parents=True)
@@ -1346,19 +1348,6 @@ def test_image_runs_with(flags, tmp_path):
 def test_image_models_have_the_papers_sizes(preset, classes, low, high):
     args = argparse.Namespace(**train_image.PRESETS[preset], mixer="metala", conv=3)
     assert low <= sum(p.numel() for p in train_image.Classifier(args, classes).parameters()) <= high
-
-def test_image_two_processes_continue_a_run_of_one_and_the_reverse(tmp_path, monkeypatch):
-    flags, out = "--dropout 0", tmp_path / "out"
-    whole = start("train_image", tmp_path / "whole", flags)
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        after_step(patch, 3, lambda _: signal.raise_signal(signal.SIGTERM))
-        start("train_image", out, flags)
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                    "--nproc_per_node=2", HERE / "train_image.py", *TOY["train_image"].split(),
-                    *flags.split(), "--device", "cpu", "--out", out, "--resume"], check=True)
-    for line, same in zip(log_of(out)[1:], log_of(tmp_path / "whole")[1:], strict=True):
-        assert line["step"] == same["step"] and abs(line["loss"] - same["loss"]) < 1e-4
-    assert abs(start("train_image", out, flags, resume=True)["loss"] - whole["loss"]) < 1e-4
 
 def test_image_bench_measures_the_mixer_and_attention(tmp_path):
     rates = start("train_image", tmp_path, "--bench 16 32 --steps 2")
