@@ -1,47 +1,49 @@
 """MetaLA's operator as one chunkwise Triton kernel file, forward and backward.
 
-    S_t = diag(α_t) S_{t-1} + k_tᵀ v_t        o_t = s · q_t S_t        α = σ(a)^(1/τ),  k = 1 − α,  s = Dk^-½
+    S_t = diag(α_t) S_{t-1} + k_tᵀ v_t     o_t = s · q_t S_t     α = σ(a)^(1/τ),  k = 1 − α,  s = Dk^-½
 
-`metala.chunkwise` computes the same in PyTorch, with the same steps. Here everything that can be formed from
-the logits a is formed in registers: neither α nor log α nor k ever reaches memory.
+`metala.chunkwise` computes the same in PyTorch. Here α, log α and k are formed from the logits a in
+float32 registers and never reach memory.
 
-The derivation. Write g = log α, and inside a chunk of C steps b_i = g_1 + … + g_i, with the total b_C. All
-products of decays inside a chunk split at one reference r (Dk numbers a chunk) into two factors:
+The derivation. Inside a chunk of C steps let b_i = log α_1 + … + log α_i. A read at i finds a write
+at j ≤ i faded by e^{b_i − b_j}, which splits into a factor of the read and one of the write:
 
-    q̃_i = s q_i ⊙ e^{b_i − r}      k̃_j = k_j ⊙ e^{(b_C − r) − b_j}      Ŝ = e^r ⊙ S      (rows of S are scaled)
+    F_i = e^{b_i}     R_j = e^{−b_j}     q̃_i = s q_i ⊙ F_i     k̃_j = k_j ⊙ R_j
 
-With r = b_C / 2 both exponents stay within ± |b_C| / 2, and every formula becomes a product of matrices:
+so that every step becomes a product of matrices. S is the state before the chunk, S' after it:
 
-    1 map      A = tril(q̃ k̃ᵀ)
-    2 update   S' = e^{b_C} ⊙ S + e^r ⊙ (k̃ᵀ v)                    S before the chunk, S' after it
-    3 output   o = A v + q̃ Ŝ
-    4 grads    P = tril(do vᵀ),  dŜ' = e^r ⊙ dS'                   dS' = ∂/∂S', from the chunks after
-               dq = s e^{b − r} ⊙ (P k̃ + do Ŝᵀ)          dk = e^{(b_C − r) − b} ⊙ (Pᵀ q̃ + v dŜ'ᵀ)
-               dv = Aᵀ do + k̃ dŜ'                        dS = e^r ⊙ Z,  Z = e^{b_C − r} ⊙ dS' + q̃ᵀ do
-    5 decays   dg_t = e − Σ_{i<t} (q_i ⊙ dq_i − k_i ⊙ dk_i),  e = rowsum(Ŝ ⊙ Z) = rowsum(S ⊙ dS)
-               da = (dg − dk ⊙ α) σ(−a) / τ                        through k = 1 − α and the logit
+    1 decays   F, R, and e^{b_C}, the decay of the whole chunk
+    2 states   S'  = e^{b_C} ⊙ (S + k̃ᵀ v)                        from the first chunk to the last
+               dS″ = e^{b_C} ⊙ dS',   dS = dS″ + q̃ᵀ do           from the last chunk to the first
+    3 output   o = A v + q̃ S,   A = tril(q̃ k̃ᵀ)
+    4 grads    P = tril(do vᵀ)    dq = s F ⊙ (P k̃ + do Sᵀ)    dk = R ⊙ (Pᵀ q̃ + v dS″ᵀ)
+               dv = Aᵀ do + k̃ dS″
+    5 gates    dg_t = e − Σ_{i<t} (q_i ⊙ dq_i − k_i ⊙ dk_i),   e = rowsum(S ⊙ dS)
+               da = (dg − dk ⊙ α) σ(−a) / τ                       through k = 1 − α and the logit
 
-Step 5 in words: dg_t collects every (read i ≥ t, write j < t) pair, which all pass through step t. e counts
-those that pass the chunk's start; walking on, a read leaves the sum and a write enters it. The terms cancel
-almost entirely when gates close, so they are summed from the same rounded factors q̃, k̃, P that made dq and dk.
+Step 5 in words: dg_t, the gradient of log α_t, collects every pair of a read i ≥ t and a write j < t,
+which all pass through step t. e counts those that pass the chunk's start; walking on, a read leaves
+the sum and a write enters it. Where gates close these terms cancel almost entirely, so they are
+summed from the same rounded q̃, k̃ and P that made dq and dk, and start afresh in every chunk.
 
-No input can overflow. A chunk that forgets more than e^-100 in some channel takes r = 0, whose exponents are
-all ≤ 0, and finds A, P k̃ and Pᵀ q̃ column by column, from W_i = α_{j+1} ⋯ α_i, a product of numbers ≤ 1. Gates
-are clamped at log α ≥ −40, far below what float32 can tell from 0.
+No input overflows. R would, in a chunk that forgets more than 2^-90 in some channel. Such a chunk
+counts R from its end, R_j = e^{b_C − b_j} ≤ 1, and the factor e^{b_C} on k̃ goes away in step 2. This
+serves all that passes the chunk's edges. The pairs inside it are added by two kernels of their own,
+column by column, from W_i = α_{j+1} ⋯ α_i, a product of numbers ≤ 1; where no chunk is like that
+their programs leave at once. log α is clamped at −40: e^-40 is nothing beside 1 in float32.
 
-Parallel over time as well as over heads: a sequence is cut into a few segments of whole chunks.
+Parallel over time as well as over heads: every kernel but step 2's has one program per chunk. Step 2
+cuts a sequence into a few segments; a first pass finds what each segment alone adds, a short scan
+turns that into the state at every segment's edge, and a second pass fills in the chunks' states.
 
-    states    every segment but the last: what it alone writes, U, and its decay        (parallel)
-    scan      the state after each segment, from the Us                                 (short, sequential)
-    output    every segment: from its first state, chunk by chunk, steps 1-3             (parallel)
-
-Backward runs the same states and scan over (q, do) from the end, then steps 4-5 chunk by chunk. In memory:
-q, a, v, o and their gradients once each, one Dk × Dv state a segment, and, for training, Ŝ at each chunk's
-start in 16 bits: 1 / (C / Dk) of the size of v. A sequence short enough has one segment and one launch.
+Memory. q, a, v, o and their gradients once each; for training the state of every chunk in 16 bits,
+Dk / C of the size of v. F, k̃ and dS″ live for one pass, backward in the memory that dq, da and dv
+are going to fill.
 
     python kernel.py        checks the kernel and prints a benchmark (needs a CUDA GPU)
 """
 import contextlib
+import functools
 import math
 import os
 
@@ -198,6 +200,20 @@ def chunk_decay(total_ptr, i, Dk, BK: tl.constexpr):
 
 
 @triton.jit
+def causal(x, fast, C: tl.constexpr):
+    """tril(x) of a map (C, C), or nothing of it where the exact kernels take over."""
+    i, j = tl.arange(0, C), tl.arange(0, C) + tl.where(fast, 0, C)
+    return tl.where(i[:, None] >= j[None, :], x, 0.0)
+
+
+@triton.jit
+def causal_t(x, fast, C: tl.constexpr):
+    """triu(x), likewise, for transposed maps."""
+    i, j = tl.arange(0, C) + tl.where(fast, 0, C), tl.arange(0, C)
+    return tl.where(i[:, None] <= j[None, :], x, 0.0)
+
+
+@triton.jit
 def walk_kernel(x_ptr, F_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, all_ptr, last_ptr,
                 T, H, Dk, Dv, n_seg, per_seg, scale, FORWARD: tl.constexpr, STORE: tl.constexpr, INIT: tl.constexpr,
                 LAST: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
@@ -302,7 +318,7 @@ def output_kernel(q_ptr, F_ptr, kR_ptr, v_ptr, total_ptr, S_ptr, o_ptr, T, H, Dk
     q_ptr, F_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(F_ptr, i_b, i_h, T, H, Dk)
     kR_ptr, S_ptr = at_head(kR_ptr, i_b, i_h, T, H, Dk), at_head(S_ptr, i_b, i_h, n_chunk * BK, H, Dv)
     v_ptr, o_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(o_ptr, i_b, i_h, T, H, Dv)
-    t0, i = i_c * C, tl.arange(0, C)
+    t0 = i_c * C
     _, _, fast = chunk_decay(total_ptr, rest, Dk, BK)
     q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
     q = (q * load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)).to(OP)   # q̃ (C, BK)
@@ -310,7 +326,7 @@ def output_kernel(q_ptr, F_ptr, kR_ptr, v_ptr, total_ptr, S_ptr, o_ptr, T, H, Dk
     S = load(S_ptr, i_c * BK, n_chunk * BK, H * Dv, i_v * BV, Dv, BK, BV)      # (BK, BV)
     v = load(v_ptr, t0, T, H * Dv, i_v * BV, Dv, C, BV).to(OP)                 # (C, BV)
     A = tl.dot(q, tl.trans(k), input_precision=PRECISION)                      # (C, C)
-    A = tl.where(fast, tl.where(i[:, None] >= i[None, :], A, 0.0), 0.0).to(OP)
+    A = causal(A, fast, C).to(OP)
     o = tl.dot(q, S, input_precision=PRECISION)
     o = tl.dot(A, v, o, input_precision=PRECISION)                             # (C, BV)
     store(o_ptr, o, t0, T, H * Dv, i_v * BV, Dv, C, BV)
@@ -340,18 +356,20 @@ def gradient_kernel(q_ptr, F_ptr, kR_ptr, R_ptr, v_ptr, g_ptr, do_ptr, total_ptr
     q = (q * load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)).to(OP)   # q̃ (C, BK)
     k = load(kR_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(OP)                       # k̃ (C, BK)
     At = tl.dot(k, tl.trans(q), input_precision=PRECISION)                     # (C, C)
-    At = tl.where(fast, tl.where(i[:, None] <= i[None, :], At, 0.0), 0.0).to(OP)
+    At = causal_t(At, fast, C).to(OP)
 
     P = tl.zeros([C, C], tl.float32)
     Pt = tl.zeros([C, C], tl.float32)
     dq = tl.zeros([C, BK], tl.float32)
     dk = tl.zeros([C, BK], tl.float32)
-    through = tl.zeros([BK], tl.float32)                # what passes the whole chunk, from S to dS
+    through = tl.zeros([BK], tl.float32)                # rowsum(S ⊙ dS), what passes the whole chunk
     for j in tl.static_range(N_V):
         do = load(do_ptr, t0, T, H * Dv, j * BV, Dv, C, BV).to(OP)
         dS = load(dS_ptr, i_c * BK, n_chunk * BK, H * Dv, j * BV, Dv, BK, BV)
         dv = tl.dot(k, dS, input_precision=PRECISION)                          # (C, BV)
         dv = tl.dot(At, do, dv, input_precision=PRECISION)
+        tl.debug_barrier()                              # dS has been read by all before dv takes its place
+        store(dv_ptr, dv, t0, T, H * Dv, j * BV, Dv, C, BV)
         v = load(v_ptr, t0, T, H * Dv, j * BV, Dv, C, BV).to(OP)
         S = load(S_ptr, i_c * BK, n_chunk * BK, H * Dv, j * BV, Dv, BK, BV)
         through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
@@ -359,12 +377,9 @@ def gradient_kernel(q_ptr, F_ptr, kR_ptr, R_ptr, v_ptr, g_ptr, do_ptr, total_ptr
         Pt = tl.dot(v, tl.trans(do), Pt, input_precision=PRECISION)
         dq = tl.dot(do, tl.trans(S), dq, input_precision=PRECISION)            # (C, BK), without F and s
         dk = tl.dot(v, tl.trans(dS), dk, input_precision=PRECISION)            # (C, BK), without R
-        tl.debug_barrier()                              # dS is read before dv takes its place
-        store(dv_ptr, dv, t0, T, H * Dv, j * BV, Dv, C, BV)
-    P = tl.where(fast, tl.where(i[:, None] >= i[None, :], P, 0.0), 0.0).to(OP)
-    Pt = tl.where(fast, tl.where(i[:, None] <= i[None, :], Pt, 0.0), 0.0).to(OP)
+    P, Pt = causal(P, fast, C).to(OP), causal_t(Pt, fast, C).to(OP)
 
-    e = through * (decay / end) + tl.sum(q.to(tl.float32) * dq, 0)             # (BK,)
+    e = through * (decay / end) + tl.sum(q.to(tl.float32) * dq, 0)
     dq = tl.dot(P, k, dq, input_precision=PRECISION)
     dk = tl.dot(Pt, q, dk, input_precision=PRECISION)
     y = k.to(tl.float32) * dk                                                  # k ⊙ dk
@@ -398,7 +413,11 @@ def exact_output_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, o_ptr, T, H, Dk, 
     q_ptr, k_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(k_ptr, i_b, i_h, T, H, Dk)
     g_ptr = at_head(g_ptr, i_b, i_h, T, H, Dk)
     v_ptr, o_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(o_ptr, i_b, i_h, T, H, Dv)
-    i = tl.arange(0, C)
+    i, c, group = tl.arange(0, C), tl.arange(0, BK), i_g * GROUP + tl.arange(0, GROUP)
+    totals = tl.load(total_ptr + (i_bh * n_chunk + group)[:, None] * Dk + c[None, :],
+                     mask=(group < n_chunk)[:, None] & (c < Dk)[None, :], other=0.0)   # (GROUP, BK)
+    if tl.min(tl.min(totals, 1), 0) >= FAST_LIMIT:
+        return
     for chunk in range(i_g * GROUP, tl.minimum(i_g * GROUP + GROUP, n_chunk)):
         t0 = chunk * C
         _, _, fast = chunk_decay(total_ptr, i_bh * n_chunk + chunk, Dk, BK)
@@ -433,7 +452,11 @@ def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr, dq_ptr,
     dq_ptr, dk_ptr = at_head(dq_ptr, i_b, i_h, T, H, Dk), at_head(dk_ptr, i_b, i_h, T, H, Dk)
     v_ptr, dv_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(dv_ptr, i_b, i_h, T, H, Dv)
     do_ptr = at_head(do_ptr, i_b, i_h, T, H, Dv)
-    i = tl.arange(0, C)
+    i, c, group = tl.arange(0, C), tl.arange(0, BK), i_g * GROUP + tl.arange(0, GROUP)
+    totals = tl.load(total_ptr + (i_bh * n_chunk + group)[:, None] * Dk + c[None, :],
+                     mask=(group < n_chunk)[:, None] & (c < Dk)[None, :], other=0.0)   # (GROUP, BK)
+    if tl.min(tl.min(totals, 1), 0) >= FAST_LIMIT:
+        return
     for chunk in range(i_g * GROUP, tl.minimum(i_g * GROUP + GROUP, n_chunk)):
         t0 = chunk * C
         _, _, fast = chunk_decay(total_ptr, i_bh * n_chunk + chunk, Dk, BK)
@@ -505,48 +528,44 @@ def step_kernel(q_ptr, k_ptr, v_ptr, g_ptr, S_ptr, o_ptr, out_ptr, H, Dk, Dv, in
 CONFIGS = {(True, 64): (64, 128, 4, 4), (True, 128): (64, 64, 4, 8), (True, 256): (32, 32, 8, 8),
            (False, 64): (32, 64, 4, 8), (False, 128): (32, 32, 8, 8), (False, 256): (16, 16, 8, 8)}
 PROGRAMS = 256          # cut sequences into segments until there are about as many programs
-STAGES = 2
 GROUP = 8               # chunks that one program of the exact kernels looks at
 
 
 class Plan:
-    """Everything about a call that follows from its shapes: block sizes, segments, dtypes, launch arguments."""
+    """All that follows from the shapes of a call: block sizes, segments, dtypes, launch arguments."""
 
-    def __init__(self, q, k, v, tau):
-        self.B, self.T, self.H, self.Dk = q.shape
-        self.Dv = v.shape[-1]
-        half = q.dtype != torch.float32
+    def __init__(self, shape, Dv, dtype, cuda, key, tau, tf32):
+        self.sizes = self.T, self.H, self.Dk, self.Dv = *shape[1:], Dv
+        half = dtype != torch.float32
         self.BK = max(16, triton.next_power_of_2(self.Dk))
         width = next(width for bits, width in CONFIGS if bits == half and self.BK <= width)
         self.C, BV, self.warps, self.grad_warps = CONFIGS[half, width]
-        self.BV = min(BV, max(16, triton.next_power_of_2(self.Dv)))
-        self.n_v = triton.cdiv(self.Dv, self.BV)
-        self.heads = self.B * self.H
-        self.n_chunk = triton.cdiv(self.T, self.C)
+        self.BV = min(BV, max(16, triton.next_power_of_2(Dv)))
+        self.n_v = triton.cdiv(Dv, self.BV)
+        self.B, self.heads, self.n_chunk = shape[0], shape[0] * self.H, triton.cdiv(self.T, self.C)
         wanted = triton.cdiv(PROGRAMS, self.heads * self.n_v)
         self.per_seg = triton.cdiv(self.n_chunk, min(wanted, self.n_chunk))
         self.n_seg = triton.cdiv(self.n_chunk, self.per_seg)
-        # 16-bit factors are bfloat16: float16 has no room for 2^90. The interpreter's dot gets bfloat16 wrong.
-        self.op_dtype = torch.bfloat16 if half and q.is_cuda else torch.float32
+        # 16-bit factors are bfloat16: float16 has no room for 2^90. (The interpreter's products of
+        # bfloat16 are wrong; there they are float32.)
+        self.op_dtype = torch.bfloat16 if half and cuda else torch.float32
         self.inv_tau, self.scale = 1 / tau if tau > 0 else 1.0, self.Dk ** -0.5
-        self.gates = dict(LOGITS=tau > 0, KEY=k is not None)
-        self.tiles = dict(OP=tl.bfloat16 if half and q.is_cuda else tl.float32,
-                          PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        self.gates = dict(LOGITS=tau > 0, KEY=key)
+        self.tiles = dict(OP=tl.bfloat16 if half and cuda else tl.float32, PRECISION="tf32" if tf32 else "ieee",
                           C=self.C, BK=self.BK, BV=self.BV)
-        self.sizes = self.T, self.H, self.Dk, self.Dv
 
     def like(self, x, reuse=None):
-        """A tensor shaped as x for factors: a new one, or the memory of `reuse`, if its elements have the size."""
+        """A tensor shaped as x for factors: in the memory of `reuse` if its elements have the size."""
         if reuse is not None and reuse.element_size() == self.op_dtype.itemsize:
             return reuse.view(self.op_dtype)
-        return torch.empty_like(x, dtype=self.op_dtype)
+        return torch.empty(x.shape, dtype=self.op_dtype, device=x.device)
 
     def decays(self, k, g, F, kR, R=None):
         total = torch.empty(self.heads, self.n_chunk, self.Dk, device=g.device, dtype=torch.float32)
         decays_kernel[(self.heads * self.n_chunk,)](
             k if k is not None else g, g, F, kR, R if R is not None else kR, total, self.T, self.H, self.Dk,
             self.inv_tau, WRITE_R=R is not None,
-            **self.gates, ROWS=16, C=self.C, BK=self.BK, num_warps=max(1, self.BK // 64))
+            **self.gates, ROWS=8, C=self.C, BK=self.BK, num_warps=max(1, self.BK // 64))
         return total
 
     def states(self, x, F, y, total, init, forward, into, last):
@@ -555,7 +574,7 @@ class Plan:
         seg = torch.empty(self.heads, n, self.Dk, self.Dv, device=y.device, dtype=torch.float32)
         decay = torch.empty(self.heads, n, self.Dk, device=y.device, dtype=torch.float32)
         start = init if init is not None else total                        # never read without INIT
-        walk = dict(FORWARD=forward, **self.tiles, num_warps=self.warps, num_stages=STAGES)
+        walk = dict(FORWARD=forward, **self.tiles, num_warps=self.warps, num_stages=2)
         args = x, F, y, total, seg, decay, start, into, last if last is not None else total, *self.sizes
         if n:
             walk_kernel[(self.heads * n * self.n_v,)](*args, self.n_seg, self.per_seg, self.scale, STORE=False,
@@ -571,8 +590,20 @@ class Plan:
         return torch.empty(self.B, self.n_chunk * self.BK, self.H, self.Dv, dtype=self.op_dtype, device=x.device)
 
 
+cached_plan = functools.lru_cache(1024)(Plan)       # not for symbolic shapes, which have no hash
+
+
+def plan_of(q, k, v, tau, plan):
+    return plan(q.shape, v.shape[-1], q.dtype, q.is_cuda, k is not None, tau,
+                torch.backends.cuda.matmul.allow_tf32)
+
+
 def on_device(x):
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def empty(shape, x, dtype=None):
+    return torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
 
 
 # tau = 0 says that g holds log α itself rather than logits
@@ -581,7 +612,7 @@ def on_device(x):
 def forward_op(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor, state: torch.Tensor | None,
                tau: float, save: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, v, g, state = (x if x is None else x.contiguous() for x in (q, k, v, g, state))
-    plan = Plan(q, k, v, tau)
+    plan = plan_of(q, k, v, tau, cached_plan)
     o, final, saved = forward_fake(q, k, v, g, state, tau, save)
     with on_device(q):
         F, kR = plan.like(q), plan.like(q)
@@ -598,7 +629,7 @@ def forward_op(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torc
 
 @forward_op.register_fake
 def forward_fake(q, k, v, g, state, tau, save):
-    plan = Plan(q, k, v, tau)
+    plan = plan_of(q, k, v, tau, Plan)
     o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     final = torch.empty(plan.B, plan.H, plan.Dk, plan.Dv, dtype=torch.float32, device=q.device)
     return o, final, plan.room(q) if save else torch.empty(0, dtype=plan.op_dtype, device=q.device)
@@ -609,7 +640,7 @@ def backward_op(do: torch.Tensor, dfinal: torch.Tensor | None, q: torch.Tensor, 
                 v: torch.Tensor, g: torch.Tensor, saved: torch.Tensor, tau: float, dinit_wanted: bool
                 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     do, dfinal, q, k, v, g = (x if x is None else x.contiguous() for x in (do, dfinal, q, k, v, g))
-    plan = Plan(q, k, v, tau)
+    plan = plan_of(q, k, v, tau, cached_plan)
     dq, dk, dv, dg, dinit = backward_fake(do, dfinal, q, k, v, g, saved, tau, dinit_wanted)
     with on_device(q):
         # dq, dg and dv lend their memory to what their own kernels read last: F, k ⊙ R and the chunks' dS
@@ -628,10 +659,9 @@ def backward_op(do: torch.Tensor, dfinal: torch.Tensor | None, q: torch.Tensor, 
 
 @backward_op.register_fake
 def backward_fake(do, dfinal, q, k, v, g, saved, tau, dinit_wanted):
-    dk = torch.empty_like(k) if k is not None else q.new_empty(0)
-    shape = (q.shape[0], q.shape[2], q.shape[3], v.shape[3]) if dinit_wanted else (0,)
-    dinit = torch.empty(shape, dtype=torch.float32, device=q.device)
-    return torch.empty_like(q), dk, torch.empty_like(v), torch.empty_like(g), dinit
+    dk = empty(k.shape if k is not None else (0,), q)
+    dinit = empty((q.shape[0], q.shape[2], q.shape[3], v.shape[3]) if dinit_wanted else (0,), q, torch.float32)
+    return empty(q.shape, q), dk, empty(v.shape, v), empty(g.shape, g), dinit
 
 
 def setup_context(ctx, inputs, output):
@@ -644,7 +674,7 @@ def setup_context(ctx, inputs, output):
 def backward(ctx, do, dfinal, _):
     q, k, v, g, saved = ctx.saved_tensors
     if do is None:
-        do = torch.zeros_like(v)
+        do = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
     dq, dk, dv, dg, dinit = backward_op(do, dfinal, q, k, v, g, saved, ctx.tau, ctx.dinit_wanted)
     return dq, dk if k is not None else None, dv, dg, dinit if ctx.dinit_wanted else None, None, None
 
@@ -657,7 +687,7 @@ def step_op(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torch.T
             out: torch.Tensor, tau: float) -> torch.Tensor:
     q, k, v, g, state = (x if x is None else x.contiguous() for x in (q, k, v, g, state))
     B, _, H, Dk = q.shape
-    Dv, o = v.shape[-1], torch.empty_like(v)
+    Dv, o = v.shape[-1], step_fake(q, k, v, g, state, out, tau)
     BK, BV = max(16, triton.next_power_of_2(Dk)), min(32, triton.next_power_of_2(Dv))
     with on_device(q):
         step_kernel[(B * H * triton.cdiv(Dv, BV),)](
@@ -669,7 +699,7 @@ def step_op(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torch.T
 
 @step_op.register_fake
 def step_fake(q, k, v, g, state, out, tau):
-    return torch.empty_like(v)
+    return empty(v.shape, v)
 
 
 def run(q, k, v, g, state, tau, in_place):
@@ -683,7 +713,8 @@ def run(q, k, v, g, state, tau, in_place):
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, g, state))
     if q.shape[1] == 1 and not grad:
         shape = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
-        out = state if in_place and state is not None else torch.empty(shape, dtype=torch.float32, device=q.device)
+        reuse = in_place and state is not None and state.is_contiguous()
+        out = state if reuse else empty(shape, q, torch.float32)
         return step_op(q, k, v, g, state, out, tau), out
     return forward_op(q, k, v, g, state, tau, grad)[:2]
 
@@ -711,3 +742,53 @@ def linear_attention(q, k, v, g, state=None):
     from metala import check_operands
     check_operands(q, k, v, g, state)
     return run(q, k, v, g, state, 0.0, False)
+
+
+# ── Check and benchmark ──────────────────────────────────────────────────────────────────────────────────────
+
+def benchmark(B, T, H, Dk, Dv):
+    """One line a contender: forward, forward + backward, peak memory beyond the inputs."""
+    import metala
+    def draw(*d):
+        return torch.randn(B, T, H, *d, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    q, a, v, wide, do = draw(Dk), draw(Dk), draw(Dv), draw(Dv), draw(Dv).detach()
+    def log_decay():
+        return torch.nn.functional.logsigmoid(a.float()) / 16
+    def pytorch():
+        return metala.linear_attention(q, None, v, log_decay(), form="chunkwise")[0]
+    def softmax():
+        return torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (wide, v, v)), is_causal=True).transpose(1, 2)
+    contenders = {"this kernel": lambda: metala_attention(q, a, v)[0], "PyTorch chunkwise": pytorch, "SDPA, width Dv": softmax}
+    try:
+        from fla.ops.gla import chunk_gla
+        def peer():
+            g = log_decay()
+            return chunk_gla(q, -torch.expm1(g).to(q.dtype), v, g.to(q.dtype))[0]
+        contenders["fla chunk_gla"] = peer
+    except ImportError:
+        pass
+    floor = 2 * q.numel() * (2 * Dk + 2 * Dv) / Dk / 4.28e9         # q, a, v, o once, ms at 4.28 TB/s
+    print(f"\nB={B} T={T} H={H} Dk={Dk} Dv={Dv} bfloat16, medians in ms; forward's bytes floor {floor:.3f}")
+    for name, forward in contenders.items():
+        def both():
+            forward().backward(do)
+            q.grad = a.grad = v.grad = wide.grad = None
+        with torch.no_grad():
+            once = triton.testing.do_bench(forward, return_mode="median")
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        forward().backward(do)
+        peak = torch.cuda.max_memory_allocated() - before
+        q.grad = a.grad = v.grad = wide.grad = None
+        twice = triton.testing.do_bench(both, return_mode="median")
+        print(f"  {name:18} forward {once:8.3f}   forward + backward {twice:8.3f}   peak {peak >> 20:6} MiB")
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        raise SystemExit("kernel: the benchmark needs a CUDA GPU; without one, the tests run the kernel interpreted")
+    for T in (2048, 8192, 32768):
+        benchmark(32768 // T, T, 8, 64, 128)
+    benchmark(8, 2048, 16, 128, 128)
