@@ -43,6 +43,7 @@ from torch.utils.flop_counter import FlopCounterMode
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import kernel
 import train_lra
 import train_image
 import train_lm
@@ -242,6 +243,182 @@ def test_the_analytic_gradients_of_decay_and_logit():
     close((dg - dk * g.exp()) * torch.sigmoid(-a) / TAU, tied)
 
 # ── 6  The kernel ────────────────────────────────────────────────────────────────────────────────
+#
+# On the CPU the kernels run interpreted, where 16-bit products are float32; on a GPU they run as
+# they are, in every shipped configuration.
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+KERNEL = {torch.float32: 1e-4, torch.bfloat16: LOW, torch.float16: LOW}
+LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 300, 2049]
+WIDTHS = [(5, 7), (24, 40), (64, 16)] + GPU * [(16, 32), (64, 128), (100, 130), (128, 64), (128, 128),
+                                               (200, 256), (256, 256)]
+gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA GPU")
+dtypes = pytest.mark.parametrize("dtype", KERNEL, ids=lambda dtype: str(dtype)[6:])
+
+def logits_of(name="N(0, 1)", dtype=torch.float32, B=1, H=2, **sizes):
+    """q, a, v, state on the device, numbers of `dtype`."""
+    x = draw(B, H=H, **sizes, dtype=torch.float32)
+    x = dict(q=x["q"], a=LOGITS[name](torch.randn_like(x["k"])), v=x["v"], state=x["state"])
+    return {name: (t if name == "state" else t.to(dtype)).to(DEVICE) for name, t in x.items()}
+
+def general_of(dtype=torch.float32, **sizes):
+    x = {name: t.to(DEVICE) for name, t in draw(**sizes, dtype=torch.float32).items()}
+    return {name: t if name in ("g", "state") else t.to(dtype) for name, t in x.items()}
+
+def on_kernel(q, a, v, state, tau=TAU):
+    return kernel.metala_attention(q, a, v, tau, state)
+
+def check_kernel(x, fn=on_kernel, tau=TAU, tol=None, reference=None):
+    reference = reference or from_logits(None, tau)
+    want = run(reference, cast(x, torch.float64))
+    compare(run(fn, x), want, tol or KERNEL[x["q"].dtype], floor=1e-2)
+
+@pytest.mark.parametrize("T", LENGTHS)
+@dtypes
+def test_the_kernel_equals_the_definition_at_length(T, dtype):
+    if GPU or dtype == torch.float32 or T in (17, 65):
+        sizes = dict(B=2, H=3, Dk=64, Dv=128) if GPU else dict(H=1) if T > 500 else {}
+        check_kernel(logits_of(T=T, dtype=dtype, **sizes))
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@dtypes
+def test_the_kernel_equals_the_definition_at_head_widths(widths, dtype):
+    if GPU or dtype == torch.float32:
+        check_kernel(logits_of(B=2, T=150 if GPU else 40, H=3, Dk=widths[0], Dv=widths[1], dtype=dtype))
+
+@pytest.mark.parametrize("tau", [16.0, 1.0])
+@pytest.mark.parametrize("logits", ["N(0, 1)", "N(8, 4)", "N(-30, 10)", "1e4", "-1e4", "±1e4", "mixed"])
+@dtypes
+def test_the_kernel_is_finite_and_right_at_logits_of(logits, tau, dtype):
+    if GPU or dtype == torch.float32:
+        x = logits_of(logits, H=3 if GPU else 1, T=140 if GPU else 40, dtype=dtype)
+        check_kernel(x, lambda **x: on_kernel(**x, tau=tau), tau)
+
+@pytest.mark.parametrize("scale", [0.02, 1.0, 20.0], ids=["slow", "fast", "closed"])
+@pytest.mark.parametrize("tied", [False, True], ids=["k", "k=None"])
+@dtypes
+def test_the_kernel_computes_the_general_form(tied, scale, dtype):
+    if GPU or dtype == torch.float32:
+        x = general_of(B=1, T=100 if GPU else 40, dtype=dtype)
+        x["g"] = scale * x["g"]
+        if tied:
+            del x["k"]
+        triton = lambda q, v, g, state, k=None: linear_attention(q, k, v, g, state, "triton")
+        check_kernel(x, triton, reference=gold)
+
+def test_many_segments_equal_one(monkeypatch):
+    x = logits_of(T=300)
+    whole = run(on_kernel, x)
+    monkeypatch.setattr(kernel, "PROGRAMS", 24)
+    kernel.cached_plan.cache_clear()
+    pieces = run(on_kernel, x)
+    kernel.cached_plan.cache_clear()
+    compare(pieces, whole, F32 if not GPU else 1e-4)
+
+def test_the_kernel_takes_no_state_and_any_of_its_gradients():
+    x = logits_of(T=70)
+    del x["state"]
+    zeros = lambda q, a, v: from_logits(None, TAU)(q, a, v, torch.zeros(1, 2, 5, 7).to(q))
+    for part in (lambda o, S, q: (o,), lambda o, S, q: (S, q.sum())):
+        some = lambda fn: lambda q, a, v: part(*fn(q, a, v), q)
+        compare(run(some(lambda q, a, v: on_kernel(q, a, v, None)), x),
+                run(some(zeros), cast(x, torch.float64)), 1e-4, floor=1e-2)
+
+@torch.no_grad()
+def test_a_step_of_the_kernel_equals_a_call_and_only_in_place_overwrites_the_state():
+    x = logits_of(T=1)
+    want = from_logits(None, TAU)(**cast(x, torch.float64))
+    before = x["state"].clone()
+    o, S = on_kernel(**x)
+    compare(dict(o=o, S=S), dict(o=want[0], S=want[1]), F32)
+    assert torch.equal(x["state"], before)
+    o, S = kernel.metala_attention(x["q"], x["a"], x["v"], TAU, x["state"], in_place=True)
+    assert S is x["state"] and not torch.equal(S, before)
+    compare(dict(o=o, S=S), dict(o=want[0], S=want[1]), F32)
+
+def test_the_kernel_is_deterministic_and_reads_nothing_that_it_did_not_write(monkeypatch):
+    x = logits_of("mixed", T=70)
+    first_time = run(on_kernel, x)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+    for name, t in run(on_kernel, x).items():
+        assert torch.equal(t, first_time[name]), name
+
+@pytest.mark.parametrize("bug", ["sign", "diagonal", "heads"])
+def test_a_planted_bug_in_the_kernels_place_is_caught(bug):
+    x = logits_of(T=70)
+    def broken(q, a, v, state):
+        if bug == "heads":
+            return on_kernel(q.flip(2), a, v, state)
+        o, S = on_kernel(q, -a if bug == "sign" else a, v, state)
+        k = -torch.expm1(F.logsigmoid(a) / TAU)
+        return (o - 5 ** -0.5 * (q * k).sum(-1, keepdim=True) * v, S) if bug == "diagonal" else (o, S)
+    with pytest.raises(AssertionError, match="above"):
+        check_kernel(x, broken, tol=LOW)
+
+def test_the_kernel_is_a_good_custom_operator():
+    x = logits_of(T=20)
+    leaves = [x[name].contiguous().requires_grad_() for name in "qav"]
+    for state in (None, x["state"].requires_grad_()):
+        torch.library.opcheck(kernel.forward_op, (leaves[0], None, leaves[2], leaves[1], state, TAU, True))
+
+def test_compile_has_no_graph_break_at_the_kernel():
+    x = logits_of(T=33)
+    compiled = torch.compile(on_kernel, fullgraph=True, backend="aot_eager")
+    compare(run(compiled, x), run(on_kernel, x), 1e-6)
+
+@gpu
+def test_tf32_is_used_exactly_when_torch_allows_it(monkeypatch):
+    x = logits_of(T=300, Dk=64, Dv=128)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    got = run(on_kernel, x)
+    monkeypatch.undo()
+    want = run(from_logits(None, TAU), cast(x, torch.float64))
+    compare(got, want, 2e-3, floor=1e-2)
+    with pytest.raises(AssertionError):
+        compare(got, want, 1e-5)
+
+@gpu
+def test_more_than_65535_heads_and_more_than_2_to_the_31_elements():
+    check_kernel(logits_of(B=350, T=3, H=200, dtype=torch.bfloat16))
+    T, tail = 2 ** 20 + 100, 600         # · 32 heads · 64 > 2^31; closed gates forget all but the tail
+    q, a, v = (torch.randn(1, T, 32, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    a = a - 4
+    late = dict(q=q[:, -tail:], a=a[:, -tail:], v=v[:, -tail:])
+    o, S = kernel.metala_attention(q, a, v)
+    o2, S2 = kernel.metala_attention(**late)
+    compare(dict(o=o[:, -100:], S=S), dict(o=o2[:, -100:], S=S2), LOW)
+
+@gpu
+@pytest.mark.parametrize("mixer", list(MIXERS))
+def test_every_mixer_gives_on_the_gpu_what_it_gives_on_the_cpu(mixer):
+    model = LanguageModel(50, 64, 2, 2, mixer)
+    tokens = torch.randint(50, (3, 90))
+    want, _ = model(tokens)
+    want.square().mean().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    got, _ = model.to(DEVICE)(tokens.to(DEVICE))
+    got.square().mean().backward()
+    close(got.cpu(), want, 1e-3)
+    for p, grad in zip(model.parameters(), grads):
+        close(p.grad.cpu(), grad, 1e-2)
+    prompt = tokens[:, :7].to(DEVICE)
+    assert torch.equal(model.generate(prompt, 9, temperature=0)[:, :16].cpu(),
+                       model.cpu().generate(prompt.cpu(), 9, temperature=0))
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_compiled_model_under_autocast_trains_on_the_gpu(dtype):
+    model = LanguageModel(50, 128, 2, 2).to(DEVICE)
+    tokens = torch.randint(50, (2, 100), device=DEVICE)
+    want, _ = model(tokens)
+    with torch.autocast("cuda", dtype):
+        got, _ = torch.compile(model, fullgraph=True)(tokens)
+    got.float().square().mean().backward()
+    close(got.float(), want, AUTOCAST)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 # ── 7  Edges: every finite gate logit is legal ───────────────────────────────────────────────────
 
