@@ -34,6 +34,7 @@ import statistics
 import tarfile
 import time
 import urllib.request
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,7 @@ RANK, LOCAL_RANK, WORLD = (int(os.environ.get(name, default)) for name, default 
                            (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))  # set by torchrun
 LAPTOP = dict(data="shapes", size=32, patch=4, stem="conv", scan="rows", d_model=64, layers=3,
               heads=2, dropout=0.0, augment="none", flip=False, cutout=0.0, label_smoothing=0.0,
-              epochs=2, batch=32, lr=2e-3, warmup=200, weight_decay=0.05, eval_every=300)
+              epochs=2, batch=32, lr=3e-3, warmup=200, weight_decay=0.05, eval_every=400)
 MNIST = LAPTOP | dict(data="mnist", size=28, augment="shift", label_smoothing=0.1, epochs=40,
                       batch=128, eval_every=500)
 CIFAR = dict(data="cifar10", size=32, patch=2, stem="conv", scan="both", d_model=256, layers=7,
@@ -96,7 +97,7 @@ SHAPES = {
     "triangle": lambda x, y: tips(x, y, 3, 1, 0.439),
     "square": lambda x, y: tips(x, y, 4, 1, 0.5),
     "star": lambda x, y: tips(x, y, 5, 2, 0.292),
-    "bar": lambda x, y: box(x, y, 0.9, 0.278),
+    "bar": lambda x, y: box(x, y, 1.05, 0.238),
     "cross": lambda x, y: np.minimum(box(x, y, 0.725, 0.2), box(x, y, 0.2, 0.725)),
     "arrow": lambda x, y: np.minimum(box(x + 0.504, y, 0.515, 0.175),
                                      tips(x - 0.267, y, 3, 1, 0.36)),
@@ -131,7 +132,7 @@ def draw_shapes(rng, n, S):
     images = ground + uniform(-0.2, 0.2, 3) * pixel + uniform(-0.2, 0.2, 3) * pixel[:, None]
     paint(uniform(0, 1, 3), lambda x, y: box(x, y, 0.5, 0.07), 0.4, 0.9)           # a stroke
     paint(uniform(0, 1, 3), lambda x, y: disc(x, y, 0.5), 0.08, 0.16)              # a dot
-    paint((ground + uniform(0.3, 0.7, 3)) % 1, kind, 0.35, 0.55)                   # the shape
+    paint((ground + uniform(0.3, 0.7, 3)) % 1, kind, 0.38, 0.58)                   # the shape
     images += 0.04 * rng.standard_normal(images.shape, dtype=np.float32)
     return (images.clip(0, 1) * 255).astype(np.uint8).swapaxes(0, 1), labels
 
@@ -171,7 +172,7 @@ def read_bytes(path):
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
             return np.frombuffer(file.read(), np.uint8)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         fail(f"{path} cannot be read: {error}")
 
 
@@ -267,7 +268,8 @@ class Files(torch.utils.data.Dataset):
     def batches(self, rows):
         loader = torch.utils.data.DataLoader(
             self, batch_sampler=map(np.ndarray.tolist, rows), num_workers=self.workers,
-            worker_init_fn=ignore_ctrl_c, pin_memory=self.device.type == "cuda")
+            worker_init_fn=ignore_ctrl_c, pin_memory=self.device.type == "cuda",
+            generator=torch.Generator())  # or it would draw from the global one
         for index, images, labels, aspect in loader:
             for i in set(index[labels < 0].tolist()) - self.unreadable:
                 tqdm.write(f"unreadable, left out: {self.paths[i]}")
@@ -678,7 +680,8 @@ def evaluate(model, data, args, device, n_classes, size):
     model.eval()
     sums, table = torch.zeros(2, device=device), torch.zeros(n_classes ** 2, device=device)
     rows = np.arange(RANK, len(data), WORLD)
-    chunks = (rows[i:i + args.batch] for i in range(0, len(rows), args.batch))
+    share = args.batch // WORLD
+    chunks = (rows[i:i + share] for i in range(0, len(rows), share))
     for images, labels, aspect in data.batches(chunks):
         with autocast(args, device):
             logits = model(crop(images, centre_box(args, aspect), size)).float()     # (B, K)
@@ -841,7 +844,7 @@ def main(argv=None):
     add("--data", choices=["shapes", "mnist", "cifar10", "folder", "synthetic"], help="data set")
     add("--data-dir", type=Path, default="data", help="holds train/CLASS/* and val/CLASS/*, or "
         "mnist/* and cifar-10-batches-bin/*, which are downloaded if missing")
-    add("--examples", type=at_least(1), default=30_000, help="training images of shapes")
+    add("--examples", type=at_least(1), default=26_000, help="training images of shapes")
     add("--test-examples", type=at_least(1), default=2000, help="test images of shapes")
     add("--workers", type=at_least(0), default=8, help="processes that decode image files")
     add("--size", type=at_least(1), help="height and width that images are brought to")
