@@ -537,10 +537,13 @@ class Plan:
     def __init__(self, shape, Dv, dtype, cuda, key, tau, tf32):
         self.sizes = self.T, self.H, self.Dk, self.Dv = *shape[1:], Dv
         half = dtype != torch.float32
-        self.BK = max(16, triton.next_power_of_2(self.Dk))
+        # Narrower 16-bit tiles would do, but Triton 3.6 compiles them wrongly on Hopper (16 and 32 wide:
+        # wrong numbers, illegal addresses); narrow heads are padded to tiles that pass every test there.
+        least = 64 if half else 16
+        self.BK = max(least, triton.next_power_of_2(self.Dk))
         width = next(width for bits, width in CONFIGS if bits == half and self.BK <= width)
         self.C, BV, self.warps, self.grad_warps = CONFIGS[half, width]
-        self.BV = min(BV, max(16, triton.next_power_of_2(Dv)))
+        self.BV = min(BV, max(least, triton.next_power_of_2(Dv)))
         self.n_v = triton.cdiv(Dv, self.BV)
         self.B, self.heads, self.n_chunk = shape[0], shape[0] * self.H, triton.cdiv(self.T, self.C)
         wanted = triton.cdiv(PROGRAMS, self.heads * self.n_v)
@@ -704,10 +707,10 @@ def step_fake(q, k, v, g, state, out, tau):
 
 def run(q, k, v, g, state, tau, in_place):
     """Checks what the kernels need beyond metala.check_operands' shapes, then takes the step or the chunks."""
-    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"the Triton kernel needs CUDA tensors (or TRITON_INTERPRET=1), not {q.device}")
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"the Triton kernel takes float32, bfloat16 and float16, not {q.dtype}")
+    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"the Triton kernel needs CUDA tensors (or TRITON_INTERPRET=1), not {q.device}")
     if max(q.shape[-1], v.shape[-1]) > 256:
         raise ValueError(f"the Triton kernel takes Dk, Dv ≤ 256, not {q.shape[-1]} and {v.shape[-1]}")
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, g, state))
