@@ -844,7 +844,7 @@ def main(argv=None):
     add("--data", choices=["shapes", "mnist", "cifar10", "folder", "synthetic"], help="data set")
     add("--data-dir", type=Path, default="data", help="holds train/CLASS/* and val/CLASS/*, or "
         "mnist/* and cifar-10-batches-bin/*, which are downloaded if missing")
-    add("--examples", type=at_least(1), default=26_000, help="training images of shapes")
+    add("--examples", type=at_least(1), default=30_000, help="training images of shapes")
     add("--test-examples", type=at_least(1), default=2000, help="test images of shapes")
     add("--workers", type=at_least(0), default=8, help="processes that decode image files")
     add("--size", type=at_least(1), help="height and width that images are brought to")
