@@ -1185,7 +1185,7 @@ FILES = {  # a tiny set in each official layout
     "retrieval": {f"new_aan_pairs.{split}.tsv": AAN for split in ("train", "eval", "test")},
     "image": {name: RED + b"\x09" + bytes(3072) for name in train_lra.TASKS["image"].files}}
 
-def write(task, data_dir, files):
+def lay_out(task, data_dir, files):
     for name, content in files.items():
         path = data_dir / train_lra.TASKS[task].folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -1199,7 +1199,7 @@ def lra(task, data_dir, flags=""):
 
 def parsed(task, tmp_path, files={}, length=64):
     """The rows (split, label, documents) of a tiny set."""
-    write(task, tmp_path, FILES[task] | files)
+    lay_out(task, tmp_path, FILES[task] | files)
     args, kind = argparse.Namespace(length=length, data_dir=tmp_path), train_lra.TASKS[task]
     return list(kind.read(train_lra.find_files(args, kind), args))
 
@@ -1240,7 +1240,7 @@ def test_official_files_are_read_as_they_are_and_listops_have_the_worked_answers
     ("image", "data_batch_3.bin", 3072 * "x", "data_batch_3.bin: 3072 bytes"),
     ("image", "test_batch.bin", "\x17" + 3072 * "x", "test_batch.bin: record 0: .*label 23")])
 def test_a_bad_file_is_one_line_with_its_place(task, name, content, words, tmp_path):
-    write(task, tmp_path, FILES[task] | {name: content.encode()})
+    lay_out(task, tmp_path, FILES[task] | {name: content.encode()})
     with pytest.raises(SystemExit, match=words) as stop:
         lra(task, tmp_path)
     assert "\n" not in stop.value.code
@@ -1250,7 +1250,7 @@ def test_missing_data_are_named_with_their_source_then_parsed_once(task, tmp_pat
     url, size = train_lra.TASKS[task].archive
     with pytest.raises(SystemExit, match=f"{url}.*{size}.*tar xzf"):
         lra(task, tmp_path)
-    write(task, tmp_path, FILES[task])
+    lay_out(task, tmp_path, FILES[task])
     first = lra(task, tmp_path)
     monkeypatch.setitem(train_lra.TASKS, task, train_lra.TASKS[task]._replace(read=lambda *_: None))
     again = lra(task, tmp_path, "--accumulate 2 --mixer attention")
