@@ -1,6 +1,6 @@
 """MetaLA's operator as one chunkwise Triton kernel file, forward and backward.
 
-    S_t = diag(α_t) S_{t-1} + k_tᵀ v_t     o_t = s · q_t S_t     α = σ(a)^(1/τ),  k = 1 − α,  s = Dk^-½
+    S_t = diag(α_t) S_{t-1} + k_tᵀ v_t    o_t = s · q_t S_t    α = σ(a)^(1/τ), k = 1 − α, s = Dk^-½
 
 `metala.chunkwise` computes the same in PyTorch. Here α, log α and k are formed from the logits a in
 float32 registers and never reach memory.
@@ -21,26 +21,27 @@ so that every step becomes a product of matrices. S is the state before the chun
     5 gates    dg_t = e − Σ_{i<t} (q_i ⊙ dq_i − k_i ⊙ dk_i),   e = rowsum(S ⊙ dS)
                da = (dg − dk ⊙ α) σ(−a) / τ                       through k = 1 − α and the logit
 
-Step 5 in words: dg_t, the gradient of log α_t, collects every pair of a read i ≥ t and a write j < t,
-which all pass through step t. e counts those that pass the chunk's start; walking on, a read leaves
-the sum and a write enters it. Where gates close these terms cancel almost entirely, so they are
-summed from the same rounded q̃, k̃ and P that made dq and dk, and start afresh in every chunk.
+Step 5 in words: dg_t, the gradient of log α_t, collects every pair of a read i ≥ t and a write
+j < t, which all pass through step t. e counts those that pass the chunk's start; walking on, a read
+leaves the sum and a write enters it. Where gates close these terms cancel almost entirely, so they
+are summed from the same rounded q̃, k̃ and P that made dq and dk, and start afresh in every chunk.
 
-No input overflows. R would, in a chunk that forgets more than 2^-90 in some channel. Such a chunk
-counts R from its end, R_j = e^{b_C − b_j} ≤ 1, and the factor e^{b_C} on k̃ goes away in step 2. This
-serves all that passes the chunk's edges. The pairs inside it are added by two kernels of their own,
-column by column, from W_i = α_{j+1} ⋯ α_i, a product of numbers ≤ 1; where no chunk is like that
-their programs leave at once. log α is clamped at −40: e^-40 is nothing beside 1 in float32.
+No input overflows. R would, in a chunk that fades some channel below 2^-90. Such a chunk counts R
+from its end, R_j = e^{b_C − b_j} ≤ 1, and k̃ meets no further e^{b_C}: S' = e^{b_C} ⊙ S + k̃ᵀ v in
+step 2, and dS' in place of dS″ in step 4. This serves all that passes the chunk's edges. The pairs
+inside it are left out of A and P and added by two kernels of their own, column by column, from
+W_i = α_{j+1} ⋯ α_i, a product of numbers ≤ 1; where no chunk is like that their programs leave at
+once. log α is clamped at −40: e^-40 is nothing beside 1 in float32.
 
-Parallel over time as well as over heads: every kernel but step 2's has one program per chunk. Step 2
+Parallel over time as well as over heads: steps 1, 3, 4 and 5 take every chunk by itself. Step 2
 cuts a sequence into a few segments; a first pass finds what each segment alone adds, a short scan
 turns that into the state at every segment's edge, and a second pass fills in the chunks' states.
 
 Memory. q, a, v, o and their gradients once each; for training the state of every chunk in 16 bits,
-Dk / C of the size of v. F, k̃ and dS″ live for one pass, backward in the memory that dq, da and dv
-are going to fill.
+Dk / C of the size of v. F, k̃ and, backward, R and dS″ live for one pass; there F, k̃ and dS″ lie,
+where they fit, in the memory that dq, da and dv are going to fill.
 
-    python kernel.py        checks the kernel and prints a benchmark (needs a CUDA GPU)
+    python kernel.py        prints a benchmark (needs a CUDA GPU)
 """
 import contextlib
 import functools
@@ -54,13 +55,15 @@ import triton.language as tl
 # Decays are kept as log₂ α, because 2^x is one instruction.
 LOG2_E = tl.constexpr(math.log2(math.e))
 LOG2_MIN = tl.constexpr(-58.0)          # the least log₂ α: e^-40
-FAST_LIMIT = tl.constexpr(-90.0)        # log₂ decay of a chunk down to which one reference serves
+FAST_LIMIT = tl.constexpr(-90.0)        # log₂ decay of a chunk below which R counts from its end
 
 
-# ── Parts ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Parts ─────────────────────────────────────────────────────────────────────────────────────────
 #
-# Memory of q, a, k, g: (B, T, H, Dk), of v, o: (B, T, H, Dv), contiguous. A pointer is moved to its (b, h) once,
-# in 64 bits; from there one time step is H·D elements further on.
+# Memory of q, k, g, F, k̃, R: (B, T, H, Dk), of v, o: (B, T, H, Dv), of the chunks' states: like v,
+# with BK rows a chunk; all contiguous. g is a where LOGITS, else log α; k is read where KEY, else
+# it is 1 − α. A pointer is moved to its (b, h) once, in 64 bits; from there one time step is H·D
+# elements further on.
 
 @triton.jit
 def at_head(ptr, i_b, i_h, T, H, D):
@@ -72,14 +75,16 @@ def load(ptr, t0, T, row, c0, D, C: tl.constexpr, BD: tl.constexpr, other=0.0):
     """Steps t0 … t0 + C − 1, columns c0 … c0 + BD − 1, `other` outside (T, D). → (C, BD)"""
     t, c = tl.arange(0, C), c0 + tl.arange(0, BD)
     ptr += t0.to(tl.int64) * row
-    return tl.load(ptr + t[:, None] * row + c[None, :], mask=(t0 + t < T)[:, None] & (c < D)[None, :], other=other)
+    return tl.load(ptr + t[:, None] * row + c[None, :],
+                   mask=(t0 + t < T)[:, None] & (c < D)[None, :], other=other)
 
 
 @triton.jit
 def store(ptr, x, t0, T, row, c0, D, C: tl.constexpr, BD: tl.constexpr):
     t, c = tl.arange(0, C), c0 + tl.arange(0, BD)
     ptr += t0.to(tl.int64) * row
-    tl.store(ptr + t[:, None] * row + c[None, :], x, mask=(t0 + t < T)[:, None] & (c < D)[None, :])
+    tl.store(ptr + t[:, None] * row + c[None, :], x,
+             mask=(t0 + t < T)[:, None] & (c < D)[None, :])
 
 
 @triton.jit
@@ -109,7 +114,8 @@ def log2_alpha(x, inv_tau, LOGITS: tl.constexpr):
 
 @triton.jit
 def key_of(g):
-    """k = 1 − α = 1 − 2^g. Near 0 the difference cancels; there the series of −expm1(x), x = g ln 2, takes over."""
+    """k = 1 − α = 1 − 2^g. Near g = 0 the difference cancels; there it is the series of −expm1(x),
+    x = g ln 2."""
     x = g / LOG2_E
     return tl.where(g > -0.1, -x * (1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24)))), 1.0 - tl.exp2(g))
 
@@ -123,8 +129,8 @@ def slope(a):
 
 @triton.jit
 def sums(M, x, OP: tl.constexpr):
-    """M x for a 0/1 matrix M (C, C): sums over time, cheaper on the tensor cores than as a scan. In 16 bits x is
-    split in two halves, which keeps 17 bits of each term."""
+    """M x for a 0/1 matrix M (C, C): sums over time, cheaper on the tensor cores than as a scan. In
+    16 bits x is split in two halves, which keeps 17 bits of each term."""
     if OP == tl.bfloat16:
         high = x.to(OP)
         total = tl.dot(M, (x - high.to(tl.float32)).to(OP), tl.dot(M, high))
@@ -136,27 +142,31 @@ def sums(M, x, OP: tl.constexpr):
 @triton.jit
 def decays_and_keys(g_ptr, k_ptr, t0, T, H, Dk, inv_tau, LOGITS: tl.constexpr, KEY: tl.constexpr,
                     C: tl.constexpr, BK: tl.constexpr):
-    """log₂ α and k (C, BK) in float32; beyond the sequence α = 1 and k = 0, which leaves the state as it is."""
-    g = log2_alpha(load(g_ptr, t0, T, H * Dk, 0, Dk, C, BK, 1e4 if LOGITS else 0.0), inv_tau, LOGITS)
+    """log₂ α and k, (C, BK) each in float32. Beyond the sequence α = 1, k = 0: S stays as it is."""
+    g = log2_alpha(load(g_ptr, t0, T, H * Dk, 0, Dk, C, BK, 1e4 if LOGITS else 0.0),
+                   inv_tau, LOGITS)
     return g, load(k_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) if KEY else key_of(g)
 
 
 @triton.jit
-def gate_row(g_ptr, k_ptr, t, T, H, Dk, inv_tau, LOGITS: tl.constexpr, KEY: tl.constexpr, BK: tl.constexpr):
-    """log₂ α and k of one step, (BK,) each in float32. Beyond the sequence α = 1, k = 0: the state stays as it is."""
+def gate_row(g_ptr, k_ptr, t, T, H, Dk, inv_tau, LOGITS: tl.constexpr, KEY: tl.constexpr,
+             BK: tl.constexpr):
+    """decays_and_keys of one step t: log₂ α and k, (BK,) each in float32."""
     c = tl.arange(0, BK)
     at, mask = t.to(tl.int64) * H * Dk + c, c < tl.where(t < T, Dk, 0)
     g = log2_alpha(tl.load(g_ptr + at, mask=mask, other=1e4 if LOGITS else 0.0), inv_tau, LOGITS)
     return g, tl.load(k_ptr + at, mask=mask, other=0.0).to(tl.float32) if KEY else key_of(g)
 
 
-# ── Kernels ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Kernels ───────────────────────────────────────────────────────────────────────────────────────
 
 @triton.jit
-def decays_kernel(k_ptr, g_ptr, F_ptr, kR_ptr, R_ptr, total_ptr, T, H, Dk, inv_tau, WRITE_R: tl.constexpr,
-                  LOGITS: tl.constexpr, KEY: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
-    """Step 1: F, k ⊙ R, for the backward pass R too, and the chunk's log₂ decay. One program: one chunk of one head,
-    one warp, ROWS steps at a time: prefix sums across warps would cost more than all the rest."""
+def decays_kernel(k_ptr, g_ptr, F_ptr, kR_ptr, R_ptr, total_ptr, T, H, Dk, inv_tau,
+                  WRITE_R: tl.constexpr, LOGITS: tl.constexpr, KEY: tl.constexpr,
+                  ROWS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
+    """Step 1: F, k̃ = k ⊙ R, for the backward pass R too, and total = b_C in log₂. One program: one
+    chunk of one head, ROWS steps at a time, one warp to 64 channels: prefix sums across warps would
+    cost more than all the rest."""
     n_chunk = tl.cdiv(T, C)
     i_c, i_bh = tl.program_id(0) % n_chunk, (tl.program_id(0) // n_chunk).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
@@ -177,7 +187,7 @@ def decays_kernel(k_ptr, g_ptr, F_ptr, kR_ptr, R_ptr, total_ptr, T, H, Dk, inv_t
             store(R_ptr, R, t0 + n, T, H * Dk, 0, Dk, ROWS, BK)
     tl.store(total_ptr + (i_bh * n_chunk + i_c) * Dk + c, total, mask=c < Dk)
 
-    if tl.min(total, 0) < FAST_LIMIT:   # one reference does not do: R counts from the chunk's end instead
+    if tl.min(total, 0) < FAST_LIMIT:   # R would overflow: it counts from the chunk's end instead
         later = tl.zeros([BK], tl.float32)
         for n in range(0, C, ROWS):
             t = t0 + C - ROWS - n
@@ -191,7 +201,8 @@ def decays_kernel(k_ptr, g_ptr, F_ptr, kR_ptr, R_ptr, total_ptr, T, H, Dk, inv_t
 
 @triton.jit
 def chunk_decay(total_ptr, i, Dk, BK: tl.constexpr):
-    """For chunk i: e^{b_C}, the factor that turns k ⊙ R into what the chunk's end sees of k, whether it is fast."""
+    """For chunk i: e^{b_C}; the factor (e^{b_C} or 1) that turns k̃ into what the chunk's end sees
+    of k; and whether the chunk is fast, that is, R counts from its start."""
     c = tl.arange(0, BK)
     total = tl.load(total_ptr + i * Dk + c, mask=c < Dk, other=0.0)
     fast = tl.min(total, 0) >= FAST_LIMIT
@@ -208,30 +219,31 @@ def causal(x, fast, C: tl.constexpr):
 
 @triton.jit
 def causal_t(x, fast, C: tl.constexpr):
-    """triu(x), likewise, for transposed maps."""
+    """triu(x), likewise, for the transposed maps Aᵀ and Pᵀ."""
     i, j = tl.arange(0, C) + tl.where(fast, 0, C), tl.arange(0, C)
     return tl.where(i[:, None] <= j[None, :], x, 0.0)
 
 
 @triton.jit
 def walk_kernel(x_ptr, F_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, all_ptr, last_ptr,
-                T, H, Dk, Dv, n_seg, per_seg, scale, FORWARD: tl.constexpr, STORE: tl.constexpr, INIT: tl.constexpr,
-                LAST: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+                T, H, Dk, Dv, n_seg, per_seg, scale, FORWARD: tl.constexpr, STORE: tl.constexpr,
+                INIT: tl.constexpr, LAST: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
                 C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     """Step 2: the state from chunk to chunk, or its gradient, inside one segment.
 
-        forward    S ← e^{b_C} ⊙ (S + k̃ᵀ v)             x = k̃, y = v, from the first chunk to the last
-        backward   dS ← e^{b_C} ⊙ dS + q̃ᵀ do             x = q, y = do, from the last to the first
+        forward    S  ← e^{b_C} ⊙ (S + k̃ᵀ v)      x = k̃, y = v,  from the first chunk to the last
+        backward   dS ← e^{b_C} ⊙ dS + q̃ᵀ do      x = q, y = do, from the last chunk to the first
 
-    Without STORE it starts from zero and leaves what the segment alone adds, and its decay. With STORE it starts from
-    the state at the segment's edge, and leaves S before each chunk, or e^{b_C} ⊙ dS after it, and the last of all.
-    One program: one segment of one head, BV columns, in registers.
+    Without STORE it starts from zero and leaves what the segment alone adds, and its decay. With
+    STORE it starts from the state at the segment's edge, and leaves every chunk's S, or dS″ (dS'
+    where the chunk is not fast), and the last of all. The name S stands for dS when backward. One
+    program: one segment of one head, BV columns, in registers.
     """
     n_v, n = tl.cdiv(Dv, BV), n_seg if STORE else n_seg - 1
     i_v, rest = tl.program_id(0) % n_v, (tl.program_id(0) // n_v).to(tl.int64)
     i_seg, i_bh = rest % n, rest // n
     if not STORE and not FORWARD:
-        i_seg += 1                      # the first segment has nobody to pass its gradient to, the last one no state
+        i_seg += 1                      # the first segment has nobody to pass its gradient to
     i_b, i_h = i_bh // H, i_bh % H
     x_ptr, F_ptr = at_head(x_ptr, i_b, i_h, T, H, Dk), at_head(F_ptr, i_b, i_h, T, H, Dk)
     y_ptr = at_head(y_ptr, i_b, i_h, T, H, Dv)
@@ -240,7 +252,7 @@ def walk_kernel(x_ptr, F_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, al
     first = i_seg * per_seg
     count = tl.minimum(per_seg, n_chunk - first)
     tile, mask = state_tile(Dk, Dv, i_v * BV, BK, BV)
-    edge = i_bh * (n_seg - 1) + (i_seg - 1 if FORWARD else i_seg)          # the neighbour's slot
+    edge = i_bh * (n_seg - 1) + (i_seg - 1 if FORWARD else i_seg)              # neighbour's slot
 
     S = tl.zeros([BK, BV], tl.float32)
     if STORE:
@@ -259,12 +271,14 @@ def walk_kernel(x_ptr, F_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, al
             if STORE:
                 store(all_ptr, S, chunk * BK, n_chunk * BK, H * Dv, i_v * BV, Dv, BK, BV)
             # e^{b_C} / end is 1 where the chunk is fast, and spares a product of its own
-            S = tl.dot(tl.trans(x.to(OP)), y, S * (decay / end)[:, None], input_precision=PRECISION) * end[:, None]
+            S = tl.dot(tl.trans(x.to(OP)), y, S * (decay / end)[:, None],
+                       input_precision=PRECISION) * end[:, None]
         else:
             if STORE:
-                store(all_ptr, S * end[:, None], chunk * BK, n_chunk * BK, H * Dv, i_v * BV, Dv, BK, BV)
+                store(all_ptr, S * end[:, None], chunk * BK, n_chunk * BK, H * Dv, i_v * BV, Dv,
+                      BK, BV)
             F = load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK)
-            x = (x.to(tl.float32) * scale * F.to(tl.float32)).to(OP)
+            x = (x.to(tl.float32) * scale * F.to(tl.float32)).to(OP)           # q̃ (C, BK)
             S = tl.dot(tl.trans(x), y, S * decay[:, None], input_precision=PRECISION)
         D *= decay
     if STORE:
@@ -281,8 +295,9 @@ def walk_kernel(x_ptr, F_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, al
 @triton.jit
 def scan_kernel(U_ptr, D_ptr, init_ptr, Dk, Dv, n, FORWARD: tl.constexpr, INIT: tl.constexpr,
                 ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """U_i ← D_i ⊙ U_{i-1} + U_i in place over n segments (from the last to the first when backward), U_{-1}
-    being init or zero. One program: BLOCK elements of one head's state, ROWS segments at a time."""
+    """Step 2 between segments: U_i ← D_i ⊙ U_{i-1} + U_i in place over n segments (from the last to
+    the first when backward), U_{-1} being init or zero; U_i is what segment i alone adds, D_i its
+    decay. One program: BLOCK elements of one head's state, ROWS segments at a time."""
     n_block = tl.cdiv(Dk * Dv, BLOCK)
     i_bh = (tl.program_id(0) // n_block).to(tl.int64)
     e = (tl.program_id(0) % n_block) * BLOCK + tl.arange(0, BLOCK)
@@ -293,7 +308,8 @@ def scan_kernel(U_ptr, D_ptr, init_ptr, Dk, Dv, n, FORWARD: tl.constexpr, INIT: 
     for i0 in range(0, n, ROWS):
         slot = i_bh * n + (i0 + i if FORWARD else n - 1 - i0 - i)
         mask = (i0 + i < n)[:, None] & (e < Dk * Dv)[None, :]
-        U = tl.load(U_ptr + slot[:, None] * Dk * Dv + e[None, :], mask=mask, other=0.0)        # (ROWS, BLOCK)
+        # D and U: (ROWS, BLOCK)
+        U = tl.load(U_ptr + slot[:, None] * Dk * Dv + e[None, :], mask=mask, other=0.0)
         D = tl.load(D_ptr + slot[:, None] * Dk + (e // Dv)[None, :], mask=mask, other=1.0)
         D, U = tl.associative_scan((D, U), 0, then)
         U += D * S[None, :]
@@ -309,14 +325,16 @@ def then(D1, U1, D2, U2):
 
 @triton.jit
 def output_kernel(q_ptr, F_ptr, kR_ptr, v_ptr, total_ptr, S_ptr, o_ptr, T, H, Dk, Dv, scale,
-                  OP: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+                  OP: tl.constexpr, PRECISION: tl.constexpr,
+                  C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     """Step 3: o = A v + q̃ S. One program: one chunk of one head, BV columns."""
     n_v, n_chunk = tl.cdiv(Dv, BV), tl.cdiv(T, C)
     i_v, rest = tl.program_id(0) % n_v, (tl.program_id(0) // n_v).to(tl.int64)
     i_c, i_bh = rest % n_chunk, rest // n_chunk
     i_b, i_h = i_bh // H, i_bh % H
     q_ptr, F_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(F_ptr, i_b, i_h, T, H, Dk)
-    kR_ptr, S_ptr = at_head(kR_ptr, i_b, i_h, T, H, Dk), at_head(S_ptr, i_b, i_h, n_chunk * BK, H, Dv)
+    kR_ptr, S_ptr = (at_head(kR_ptr, i_b, i_h, T, H, Dk),
+                     at_head(S_ptr, i_b, i_h, n_chunk * BK, H, Dv))
     v_ptr, o_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(o_ptr, i_b, i_h, T, H, Dv)
     t0 = i_c * C
     _, _, fast = chunk_decay(total_ptr, rest, Dk, BK)
@@ -334,11 +352,16 @@ def output_kernel(q_ptr, F_ptr, kR_ptr, v_ptr, total_ptr, S_ptr, o_ptr, T, H, Dk
 
 @triton.jit
 def gradient_kernel(q_ptr, F_ptr, kR_ptr, R_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr, dS_ptr,
-                    dq_ptr, dk_ptr, dv_ptr, dg_ptr, T, H, Dk, Dv, inv_tau, scale, LOGITS: tl.constexpr, KEY: tl.constexpr,
-                    OP: tl.constexpr, PRECISION: tl.constexpr,
-                    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, N_V: tl.constexpr):
-    """Steps 4 and 5: dq, dk, dv and dg or da. One program: one chunk of one head, all columns. F, k̃ and dS may lie in
-    the memory of dq, dg and dv: the chunk that is read here is the one that is overwritten here, afterwards."""
+                    dq_ptr, dk_ptr, dv_ptr, dg_ptr, T, H, Dk, Dv, inv_tau, scale,
+                    LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr,
+                    PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                    N_V: tl.constexpr):
+    """Steps 4 and 5: dq, dk, dv and dg or da. One program: one chunk of one head, all columns.
+
+    The name dS stands for dS″ (dS' where the chunk is not fast). F, k̃ and dS″ may lie in the
+    memory of dq, dg and dv: the chunk that is read here is the one that is overwritten here,
+    afterwards.
+    """
     n_chunk = tl.cdiv(T, C)
     i_c, i_bh = tl.program_id(0) % n_chunk, (tl.program_id(0) // n_chunk).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
@@ -348,42 +371,45 @@ def gradient_kernel(q_ptr, F_ptr, kR_ptr, R_ptr, v_ptr, g_ptr, do_ptr, total_ptr
     g_ptr, dg_ptr = at_head(g_ptr, i_b, i_h, T, H, Dk), at_head(dg_ptr, i_b, i_h, T, H, Dk)
     dq_ptr, dk_ptr = at_head(dq_ptr, i_b, i_h, T, H, Dk), at_head(dk_ptr, i_b, i_h, T, H, Dk)
     dv_ptr = at_head(dv_ptr, i_b, i_h, T, H, Dv)
-    S_ptr, dS_ptr = at_head(S_ptr, i_b, i_h, n_chunk * BK, H, Dv), at_head(dS_ptr, i_b, i_h, n_chunk * BK, H, Dv)
+    S_ptr, dS_ptr = (at_head(S_ptr, i_b, i_h, n_chunk * BK, H, Dv),
+                     at_head(dS_ptr, i_b, i_h, n_chunk * BK, H, Dv))
     t0, i = i_c * C, tl.arange(0, C)
     decay, end, fast = chunk_decay(total_ptr, i_bh * n_chunk + i_c, Dk, BK)
 
     q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
     q = (q * load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)).to(OP)   # q̃ (C, BK)
     k = load(kR_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(OP)                       # k̃ (C, BK)
-    At = tl.dot(k, tl.trans(q), input_precision=PRECISION)                     # (C, C)
+    At = tl.dot(k, tl.trans(q), input_precision=PRECISION)                     # Aᵀ (C, C)
     At = causal_t(At, fast, C).to(OP)
 
     P = tl.zeros([C, C], tl.float32)
     Pt = tl.zeros([C, C], tl.float32)
     dq = tl.zeros([C, BK], tl.float32)
     dk = tl.zeros([C, BK], tl.float32)
-    through = tl.zeros([BK], tl.float32)                # rowsum(S ⊙ dS), what passes the whole chunk
+    # rowsum(S ⊙ dS″), what passes the whole chunk (S ⊙ dS' where the chunk is not fast)
+    through = tl.zeros([BK], tl.float32)
     for j in tl.static_range(N_V):
         do = load(do_ptr, t0, T, H * Dv, j * BV, Dv, C, BV).to(OP)
         dS = load(dS_ptr, i_c * BK, n_chunk * BK, H * Dv, j * BV, Dv, BK, BV)
         dv = tl.dot(k, dS, input_precision=PRECISION)                          # (C, BV)
         dv = tl.dot(At, do, dv, input_precision=PRECISION)
-        tl.debug_barrier()                              # dS has been read by all before dv takes its place
+        tl.debug_barrier()                          # all have read dS″ before dv takes its place
         store(dv_ptr, dv, t0, T, H * Dv, j * BV, Dv, C, BV)
         v = load(v_ptr, t0, T, H * Dv, j * BV, Dv, C, BV).to(OP)
         S = load(S_ptr, i_c * BK, n_chunk * BK, H * Dv, j * BV, Dv, BK, BV)
         through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
         P = tl.dot(do, tl.trans(v), P, input_precision=PRECISION)              # (C, C)
         Pt = tl.dot(v, tl.trans(do), Pt, input_precision=PRECISION)
-        dq = tl.dot(do, tl.trans(S), dq, input_precision=PRECISION)            # (C, BK), without F and s
-        dk = tl.dot(v, tl.trans(dS), dk, input_precision=PRECISION)            # (C, BK), without R
+        dq = tl.dot(do, tl.trans(S), dq, input_precision=PRECISION)            # (C, BK), lacks s F
+        dk = tl.dot(v, tl.trans(dS), dk, input_precision=PRECISION)            # (C, BK), lacks R
     P, Pt = causal(P, fast, C).to(OP), causal_t(Pt, fast, C).to(OP)
 
-    e = through * (decay / end) + tl.sum(q.to(tl.float32) * dq, 0)
+    e = through * (decay / end) + tl.sum(q.to(tl.float32) * dq, 0)             # rowsum(S ⊙ dS)
     dq = tl.dot(P, k, dq, input_precision=PRECISION)
     dk = tl.dot(Pt, q, dk, input_precision=PRECISION)
     y = k.to(tl.float32) * dk                                                  # k ⊙ dk
-    dg = e[None, :] - sums((i[:, None] > i[None, :]).to(OP), q.to(tl.float32) * dq - y, OP)        # 5 (C, BK)
+    dg = e[None, :] - sums((i[:, None] > i[None, :]).to(OP),
+                           q.to(tl.float32) * dq - y, OP)                      # step 5 (C, BK)
     dk *= load(R_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
     dq *= load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
     if not KEY:
@@ -391,7 +417,7 @@ def gradient_kernel(q_ptr, F_ptr, kR_ptr, R_ptr, v_ptr, g_ptr, do_ptr, total_ptr
     x = load(g_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
     if LOGITS:
         dg *= slope(x) * inv_tau
-    dg = tl.where(x * inv_tau > LOG2_MIN / LOG2_E, dg, 0.0)     # where log α was clamped it does not depend on x
+    dg = tl.where(x * inv_tau > LOG2_MIN / LOG2_E, dg, 0.0)                    # 0 where clamped
     store(dq_ptr, dq, t0, T, H * Dk, 0, Dk, C, BK)
     store(dg_ptr, dg, t0, T, H * Dk, 0, Dk, C, BK)
     if KEY:
@@ -400,11 +426,13 @@ def gradient_kernel(q_ptr, F_ptr, kR_ptr, R_ptr, v_ptr, g_ptr, do_ptr, total_ptr
 
 @triton.jit
 def exact_output_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, o_ptr, T, H, Dk, Dv, inv_tau, scale,
-                        LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
-                        C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr):
-    """Adds A v for the chunks that forget too much for one reference; all other programs leave at once.
+                        LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr,
+                        PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+                        BV: tl.constexpr, GROUP: tl.constexpr):
+    """Step 3 for the pairs inside the chunks that are not fast: adds A v to their o.
 
-    A comes column by column, from the last to the first: A[:, j] = Σ_c q_c k_jc W_c with W_i = α_{j+1} ⋯ α_i.
+    A comes column by column, from the last to the first: A_ij = s Σ_c q_ic k_jc W_ic with
+    W_i = α_{j+1} ⋯ α_i. One program: GROUP chunks of one head; if all are fast it leaves at once.
     """
     n_chunk = tl.cdiv(T, C)
     n_group = tl.cdiv(n_chunk, GROUP)
@@ -415,7 +443,7 @@ def exact_output_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, o_ptr, T, H, Dk, 
     v_ptr, o_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(o_ptr, i_b, i_h, T, H, Dv)
     i, c, group = tl.arange(0, C), tl.arange(0, BK), i_g * GROUP + tl.arange(0, GROUP)
     totals = tl.load(total_ptr + (i_bh * n_chunk + group)[:, None] * Dk + c[None, :],
-                     mask=(group < n_chunk)[:, None] & (c < Dk)[None, :], other=0.0)   # (GROUP, BK)
+                     mask=(group < n_chunk)[:, None] & (c < Dk)[None, :], other=0.0)  # (GROUP, BK)
     if tl.min(tl.min(totals, 1), 0) >= FAST_LIMIT:
         return
     for chunk in range(i_g * GROUP, tl.minimum(i_g * GROUP + GROUP, n_chunk)):
@@ -435,14 +463,18 @@ def exact_output_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, o_ptr, T, H, Dk, 
             for c0 in range(0, Dv, BV):
                 v = load(v_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
                 o = load(o_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
-                store(o_ptr, tl.dot(A.to(OP), v, o, input_precision=PRECISION), t0, T, H * Dv, c0, Dv, C, BV)
+                store(o_ptr, tl.dot(A.to(OP), v, o, input_precision=PRECISION), t0, T, H * Dv,
+                      c0, Dv, C, BV)
 
 
 @triton.jit
-def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, dg_ptr,
-                          T, H, Dk, Dv, inv_tau, scale, LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr,
-                          PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr):
-    """Adds what the same chunks' own pairs (read i ≥ write j) give to dq, dk, dv and dg."""
+def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr,
+                          dq_ptr, dk_ptr, dv_ptr, dg_ptr, T, H, Dk, Dv, inv_tau, scale,
+                          LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr,
+                          PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+                          BV: tl.constexpr, GROUP: tl.constexpr):
+    """Steps 4 and 5 for the same pairs (read i ≥ write j): adds what they give to dq, dk, dv and dg
+    or da. One program: as in exact_output_kernel."""
     n_chunk = tl.cdiv(T, C)
     n_group = tl.cdiv(n_chunk, GROUP)
     i_g, i_bh = tl.program_id(0) % n_group, (tl.program_id(0) // n_group).to(tl.int64)
@@ -454,7 +486,7 @@ def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr, dq_ptr,
     do_ptr = at_head(do_ptr, i_b, i_h, T, H, Dv)
     i, c, group = tl.arange(0, C), tl.arange(0, BK), i_g * GROUP + tl.arange(0, GROUP)
     totals = tl.load(total_ptr + (i_bh * n_chunk + group)[:, None] * Dk + c[None, :],
-                     mask=(group < n_chunk)[:, None] & (c < Dk)[None, :], other=0.0)   # (GROUP, BK)
+                     mask=(group < n_chunk)[:, None] & (c < Dk)[None, :], other=0.0)  # (GROUP, BK)
     if tl.min(tl.min(totals, 1), 0) >= FAST_LIMIT:
         return
     for chunk in range(i_g * GROUP, tl.minimum(i_g * GROUP + GROUP, n_chunk)):
@@ -477,18 +509,19 @@ def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr, dq_ptr,
                 W = tl.where((i == j)[:, None], 1.0, W * alpha[None, :])
                 g_j, k_j = gate_row(g_ptr, k_ptr, t0 + j, T, H, Dk, inv_tau, LOGITS, KEY, BK)
                 At += tl.where((i == j)[:, None], tl.sum(q * W * k_j[None, :], 1)[None, :], 0.0)
-                pW = tl.sum(tl.where((i == j)[None, :], P, 0.0), 1)[:, None] * W                       # P[:, j] W (C, BK)
+                pW = tl.sum(tl.where((i == j)[None, :], P, 0.0), 1)[:, None] * W    # P[:, j] ⊙ W
                 dq += pW * k_j[None, :]
                 dk += tl.where((i == j)[:, None], tl.sum(pW * q, 0)[None, :], 0.0)
                 alpha = tl.exp2(g_j)
             for c0 in range(0, Dv, BV):
                 do = load(do_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
                 dv = load(dv_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
-                store(dv_ptr, tl.dot(At.to(OP), do, dv, input_precision=PRECISION), t0, T, H * Dv, c0, Dv, C, BV)
+                store(dv_ptr, tl.dot(At.to(OP), do, dv, input_precision=PRECISION), t0, T, H * Dv,
+                      c0, Dv, C, BV)
             x = load(g_ptr, t0, T, H * Dk, 0, Dk, C, BK, 1e4 if LOGITS else 0.0)
             g = log2_alpha(x, inv_tau, LOGITS)
             k = load(k_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) if KEY else key_of(g)
-            dg = -sums((i[:, None] > i[None, :]).to(OP), q * dq - k * dk, OP)          # 6, with e = 0
+            dg = -sums((i[:, None] > i[None, :]).to(OP), q * dq - k * dk, OP)       # step 5, e = 0
             if not KEY:
                 dg -= dk * tl.exp2(g)
             if LOGITS:
@@ -505,8 +538,10 @@ def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr, dq_ptr,
 
 @triton.jit
 def step_kernel(q_ptr, k_ptr, v_ptr, g_ptr, S_ptr, o_ptr, out_ptr, H, Dk, Dv, inv_tau, scale,
-                INIT: tl.constexpr, LOGITS: tl.constexpr, KEY: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """One token: S' = diag(α) S + kᵀ v, o = s q S'. One program: BV columns of one head's state, read and written once."""
+                INIT: tl.constexpr, LOGITS: tl.constexpr, KEY: tl.constexpr,
+                BK: tl.constexpr, BV: tl.constexpr):
+    """One token, no chunk: S_t = diag(α) S_{t-1} + kᵀ v, o = s q S_t. One program: BV columns of
+    one head's state, read and written once."""
     n_v = tl.cdiv(Dv, BV)
     i_v, i_bh = tl.program_id(0) % n_v, (tl.program_id(0) // n_v).to(tl.int64)
     c, d = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
@@ -522,9 +557,9 @@ def step_kernel(q_ptr, k_ptr, v_ptr, g_ptr, S_ptr, o_ptr, out_ptr, H, Dk, Dv, in
     tl.store(o_ptr + i_bh * Dv + d, tl.sum(q[:, None] * S, 0), mask=d < Dv)
 
 
-# ── Launches ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Launches ──────────────────────────────────────────────────────────────────────────────────────
 
-# (16-bit inputs, key width up to) → C, columns of v a program, warps: of walk and output, of gradient
+# (16-bit inputs, key width up to) → C, columns of v a program, warps of walk, output; of gradient
 CONFIGS = {(True, 64): (64, 128, 4, 4), (True, 128): (64, 64, 4, 8), (True, 256): (32, 32, 8, 8),
            (False, 64): (32, 64, 4, 8), (False, 128): (32, 32, 8, 8), (False, 256): (16, 16, 8, 8)}
 PROGRAMS = 256          # cut sequences into segments until there are about as many programs
@@ -532,13 +567,14 @@ GROUP = 8               # chunks that one program of the exact kernels looks at
 
 
 class Plan:
-    """All that follows from the shapes of a call: block sizes, segments, dtypes, launch arguments."""
+    """All that follows from the shapes of a call: block sizes, segments, dtypes, launch options."""
 
     def __init__(self, shape, Dv, dtype, cuda, key, tau, tf32):
         self.sizes = self.T, self.H, self.Dk, self.Dv = *shape[1:], Dv
         half = dtype != torch.float32
-        # Narrower 16-bit tiles would do, but Triton 3.6 compiles them wrongly on Hopper (16 and 32 wide:
-        # wrong numbers, illegal addresses); narrow heads are padded to tiles that pass every test there.
+        # Narrower 16-bit tiles would do, but Triton 3.6 compiles them wrongly on Hopper (16 and 32
+        # wide: wrong numbers, illegal addresses); narrow heads are padded to tiles that pass every
+        # test there.
         least = 64 if half else 16
         self.BK = max(least, triton.next_power_of_2(self.Dk))
         width = next(width for bits, width in CONFIGS if bits == half and self.BK <= width)
@@ -554,43 +590,48 @@ class Plan:
         self.op_dtype = torch.bfloat16 if half and cuda else torch.float32
         self.inv_tau, self.scale = 1 / tau if tau > 0 else 1.0, self.Dk ** -0.5
         self.gates = dict(LOGITS=tau > 0, KEY=key)
-        self.tiles = dict(OP=tl.bfloat16 if half and cuda else tl.float32, PRECISION="tf32" if tf32 else "ieee",
-                          C=self.C, BK=self.BK, BV=self.BV)
+        self.tiles = dict(OP=tl.bfloat16 if half and cuda else tl.float32,
+                          PRECISION="tf32" if tf32 else "ieee", C=self.C, BK=self.BK, BV=self.BV)
 
     def like(self, x, reuse=None):
-        """A tensor shaped as x for factors: in the memory of `reuse` if its elements have the size."""
+        """A tensor of factors shaped as x: in the memory of `reuse` if its elements fit."""
         if reuse is not None and reuse.element_size() == self.op_dtype.itemsize:
             return reuse.view(self.op_dtype)
         return torch.empty(x.shape, dtype=self.op_dtype, device=x.device)
 
     def decays(self, k, g, F, kR, R=None):
+        """Step 1: fills F, kR = k̃ and, if wanted, R; returns every chunk's b_C in log₂."""
         total = torch.empty(self.heads, self.n_chunk, self.Dk, device=g.device, dtype=torch.float32)
         decays_kernel[(self.heads * self.n_chunk,)](
-            k if k is not None else g, g, F, kR, R if R is not None else kR, total, self.T, self.H, self.Dk,
-            self.inv_tau, WRITE_R=R is not None,
+            k if k is not None else g, g, F, kR, R if R is not None else kR, total,
+            self.T, self.H, self.Dk, self.inv_tau, WRITE_R=R is not None,
             **self.gates, ROWS=8, C=self.C, BK=self.BK, num_warps=max(1, self.BK // 64))
         return total
 
     def states(self, x, F, y, total, init, forward, into, last):
-        """Steps 2: the state before each chunk, or the gradient after it, goes into `into`, the last of all into `last`."""
+        """Step 2: every chunk's S, or dS″, goes into `into`, the last of all into `last`."""
         n = self.n_seg - 1
         seg = torch.empty(self.heads, n, self.Dk, self.Dv, device=y.device, dtype=torch.float32)
         decay = torch.empty(self.heads, n, self.Dk, device=y.device, dtype=torch.float32)
-        start = init if init is not None else total                        # never read without INIT
+        start = init if init is not None else total     # never read without INIT
         walk = dict(FORWARD=forward, **self.tiles, num_warps=self.warps, num_stages=2)
-        args = x, F, y, total, seg, decay, start, into, last if last is not None else total, *self.sizes
+        args = (x, F, y, total, seg, decay, start, into, last if last is not None else total,
+                *self.sizes)
         if n:
-            walk_kernel[(self.heads * n * self.n_v,)](*args, self.n_seg, self.per_seg, self.scale, STORE=False,
-                                                      INIT=False, LAST=False, **walk)
+            walk_kernel[(self.heads * n * self.n_v,)](
+                *args, self.n_seg, self.per_seg, self.scale, STORE=False,
+                INIT=False, LAST=False, **walk)
             scan_kernel[(self.heads * triton.cdiv(self.Dk * self.Dv, 256),)](
                 seg, decay, start, self.Dk, self.Dv, n, FORWARD=forward, INIT=init is not None,
                 ROWS=min(16, triton.next_power_of_2(n)), BLOCK=256, num_warps=4)
-        walk_kernel[(self.heads * self.n_seg * self.n_v,)](*args, self.n_seg, self.per_seg, self.scale, STORE=True,
-                                                           INIT=init is not None, LAST=last is not None, **walk)
+        walk_kernel[(self.heads * self.n_seg * self.n_v,)](
+            *args, self.n_seg, self.per_seg, self.scale, STORE=True,
+            INIT=init is not None, LAST=last is not None, **walk)
 
     def room(self, x):
         """Room for a state of every chunk, laid out as v is: BK rows a chunk in place of C."""
-        return torch.empty(self.B, self.n_chunk * self.BK, self.H, self.Dv, dtype=self.op_dtype, device=x.device)
+        return torch.empty(self.B, self.n_chunk * self.BK, self.H, self.Dv,
+                           dtype=self.op_dtype, device=x.device)
 
 
 cached_plan = functools.lru_cache(1024)(Plan)       # not for symbolic shapes, which have no hash
@@ -612,8 +653,9 @@ def empty(shape, x, dtype=None):
 # tau = 0 says that g holds log α itself rather than logits
 
 @torch.library.custom_op("metala::forward", mutates_args=())
-def forward_op(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor, state: torch.Tensor | None,
-               tau: float, save: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward_op(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor,
+               state: torch.Tensor | None, tau: float, save: bool
+               ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, v, g, state = (x if x is None else x.contiguous() for x in (q, k, v, g, state))
     plan = plan_of(q, k, v, tau, cached_plan)
     o, final, saved = forward_fake(q, k, v, g, state, tau, save)
@@ -623,7 +665,8 @@ def forward_op(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torc
         states = saved if save else plan.room(q)
         plan.states(kR, F, v, total, state, True, states, final)
         output_kernel[(plan.heads * plan.n_chunk * plan.n_v,)](
-            q, F, kR, v, total, states, o, *plan.sizes, plan.scale, **plan.tiles, num_warps=plan.warps)
+            q, F, kR, v, total, states, o, *plan.sizes, plan.scale,
+            **plan.tiles, num_warps=plan.warps)
         exact_output_kernel[(plan.heads * triton.cdiv(plan.n_chunk, GROUP),)](
             q, k if k is not None else g, v, g, total, o, *plan.sizes, plan.inv_tau, plan.scale,
             **plan.gates, **plan.tiles, GROUP=GROUP, num_warps=4)
@@ -639,31 +682,35 @@ def forward_fake(q, k, v, g, state, tau, save):
 
 
 @torch.library.custom_op("metala::backward", mutates_args=())
-def backward_op(do: torch.Tensor, dfinal: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor | None,
-                v: torch.Tensor, g: torch.Tensor, saved: torch.Tensor, tau: float, dinit_wanted: bool
+def backward_op(do: torch.Tensor, dfinal: torch.Tensor | None, q: torch.Tensor,
+                k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor, saved: torch.Tensor,
+                tau: float, dinit_wanted: bool
                 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     do, dfinal, q, k, v, g = (x if x is None else x.contiguous() for x in (do, dfinal, q, k, v, g))
     plan = plan_of(q, k, v, tau, cached_plan)
     dq, dk, dv, dg, dinit = backward_fake(do, dfinal, q, k, v, g, saved, tau, dinit_wanted)
     with on_device(q):
-        # dq, dg and dv lend their memory to what their own kernels read last: F, k ⊙ R and the chunks' dS
+        # dq, dg and dv lend their memory to F, k̃ and dS″, which gradient_kernel reads first
         F, kR, R = plan.like(q, dq), plan.like(q, dg), plan.like(q)
         total = plan.decays(k, g, F, kR, R)
         dS = plan.like(dv, dv) if plan.BK == plan.C and plan.T % plan.C == 0 else plan.room(q)
         plan.states(q, F, do, total, dfinal, False, dS, dinit if dinit_wanted else None)
         gradient_kernel[(plan.heads * plan.n_chunk,)](
-            q, F, kR, R, v, g, do, total, saved, dS, dq, dk, dv, dg, *plan.sizes, plan.inv_tau, plan.scale,
+            q, F, kR, R, v, g, do, total, saved, dS, dq, dk, dv, dg,
+            *plan.sizes, plan.inv_tau, plan.scale,
             **plan.gates, **plan.tiles, N_V=plan.n_v, num_warps=plan.grad_warps)
         exact_gradient_kernel[(plan.heads * triton.cdiv(plan.n_chunk, GROUP),)](
             q, k if k is not None else g, v, g, total, do, dq, dk, dv, dg,
-            *plan.sizes, plan.inv_tau, plan.scale, **plan.gates, **plan.tiles, GROUP=GROUP, num_warps=4)
+            *plan.sizes, plan.inv_tau, plan.scale,
+            **plan.gates, **plan.tiles, GROUP=GROUP, num_warps=4)
     return dq, dk, dv, dg, dinit
 
 
 @backward_op.register_fake
 def backward_fake(do, dfinal, q, k, v, g, saved, tau, dinit_wanted):
     dk = empty(k.shape if k is not None else (0,), q)
-    dinit = empty((q.shape[0], q.shape[2], q.shape[3], v.shape[3]) if dinit_wanted else (0,), q, torch.float32)
+    dinit = empty((q.shape[0], q.shape[2], q.shape[3], v.shape[3]) if dinit_wanted else (0,),
+                  q, torch.float32)
     return empty(q.shape, q), dk, empty(v.shape, v), empty(g.shape, g), dinit
 
 
@@ -679,24 +726,25 @@ def backward(ctx, do, dfinal, _):
     if do is None:
         do = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
     dq, dk, dv, dg, dinit = backward_op(do, dfinal, q, k, v, g, saved, ctx.tau, ctx.dinit_wanted)
-    return dq, dk if k is not None else None, dv, dg, dinit if ctx.dinit_wanted else None, None, None
+    return (dq, dk if k is not None else None, dv, dg, dinit if ctx.dinit_wanted else None,
+            None, None)
 
 
 forward_op.register_autograd(backward, setup_context=setup_context)
 
 
 @torch.library.custom_op("metala::step", mutates_args=("out",))
-def step_op(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor, state: torch.Tensor | None,
-            out: torch.Tensor, tau: float) -> torch.Tensor:
+def step_op(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor,
+            state: torch.Tensor | None, out: torch.Tensor, tau: float) -> torch.Tensor:
     q, k, v, g, state = (x if x is None else x.contiguous() for x in (q, k, v, g, state))
     B, _, H, Dk = q.shape
     Dv, o = v.shape[-1], step_fake(q, k, v, g, state, out, tau)
     BK, BV = max(16, triton.next_power_of_2(Dk)), min(32, triton.next_power_of_2(Dv))
     with on_device(q):
         step_kernel[(B * H * triton.cdiv(Dv, BV),)](
-            q, k if k is not None else g, v, g, state if state is not None else out, o, out, H, Dk, Dv,
-            1 / tau if tau > 0 else 1.0, Dk ** -0.5, INIT=state is not None, LOGITS=tau > 0, KEY=k is not None,
-            BK=BK, BV=BV, num_warps=4)
+            q, k if k is not None else g, v, g, state if state is not None else out, o, out,
+            H, Dk, Dv, 1 / tau if tau > 0 else 1.0, Dk ** -0.5,
+            INIT=state is not None, LOGITS=tau > 0, KEY=k is not None, BK=BK, BV=BV, num_warps=4)
     return o
 
 
@@ -706,14 +754,17 @@ def step_fake(q, k, v, g, state, out, tau):
 
 
 def run(q, k, v, g, state, tau, in_place):
-    """Checks what the kernels need beyond metala.check_operands' shapes, then takes the step or the chunks."""
+    """Checks what kernels need beyond metala.check_operands, then takes the step or the chunks."""
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"the Triton kernel takes float32, bfloat16 and float16, not {q.dtype}")
     if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"the Triton kernel needs CUDA tensors (or TRITON_INTERPRET=1), not {q.device}")
+        raise ValueError("the Triton kernel needs CUDA tensors (or TRITON_INTERPRET=1), "
+                         f"not {q.device}")
     if max(q.shape[-1], v.shape[-1]) > 256:
-        raise ValueError(f"the Triton kernel takes Dk, Dv ≤ 256, not {q.shape[-1]} and {v.shape[-1]}")
-    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, g, state))
+        raise ValueError("the Triton kernel takes Dk, Dv ≤ 256, "
+                         f"not {q.shape[-1]} and {v.shape[-1]}")
+    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad
+                                           for x in (q, k, v, g, state))
     if q.shape[1] == 1 and not grad:
         shape = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
         reuse = in_place and state is not None and state.is_contiguous()
@@ -725,10 +776,11 @@ def run(q, k, v, g, state, tau, in_place):
 def metala_attention(q, a, v, tau=16.0, state=None, in_place=False):
     """MetaLA's operator from gate logits: α = σ(a)^(1/τ), k = 1 − α, formed in registers.
 
-    q, a: (B, T, H, Dk), v: (B, T, H, Dv), of one dtype (float32, bfloat16, float16; a may also be float32),
-    Dk, Dv ≤ 256, T ≥ 1, on CUDA or, with TRITON_INTERPRET=1, on the CPU. state: (B, H, Dk, Dv) float32 or None.
-    Returns o (B, T, H, Dv) and the final state; differentiable in q, a, v and state. in_place: a single step
-    without gradients overwrites `state`. Raises ValueError (shapes, devices, tau) and TypeError (dtypes).
+    q, a: (B, T, H, Dk), v: (B, T, H, Dv), of one dtype (float32, bfloat16, float16; a may also be
+    float32), Dk, Dv ≤ 256, T ≥ 1, on CUDA or, with TRITON_INTERPRET=1, on the CPU. state:
+    (B, H, Dk, Dv) float32 or None. Returns o (B, T, H, Dv) and the final state; differentiable in
+    q, a, v and state. in_place: a single step without gradients overwrites `state`. Raises
+    ValueError (shapes, devices, tau) and TypeError (dtypes).
     """
     from metala import check_operands
     if not tau > 0:
@@ -738,16 +790,14 @@ def metala_attention(q, a, v, tau=16.0, state=None, in_place=False):
 
 
 def linear_attention(q, k, v, g, state=None):
-    """The general form: as metala_attention, with log decays g ≤ 0 (clamped at −40) in place of logits and a key.
-
-    k: (B, T, H, Dk), or None for k = 1 − exp(g). Differentiable in all of them.
-    """
+    """The general form: as metala_attention, with log decays g ≤ 0 (clamped at −40) in place of the
+    logits, and keys k: (B, T, H, Dk), or None for k = 1 − exp(g). Differentiable in all of them."""
     from metala import check_operands
     check_operands(q, k, v, g, state)
     return run(q, k, v, g, state, 0.0, False)
 
 
-# ── Check and benchmark ──────────────────────────────────────────────────────────────────────────────────────
+# ── Benchmark ─────────────────────────────────────────────────────────────────────────────────────
 
 def benchmark(B, T, H, Dk, Dv):
     """One line a contender: forward, forward + backward, peak memory beyond the inputs."""
@@ -762,7 +812,8 @@ def benchmark(B, T, H, Dk, Dv):
     def softmax():
         return torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (wide, v, v)), is_causal=True).transpose(1, 2)
-    contenders = {"this kernel": lambda: metala_attention(q, a, v)[0], "PyTorch chunkwise": pytorch, "SDPA, width Dv": softmax}
+    contenders = {"this kernel": lambda: metala_attention(q, a, v)[0],
+                  "PyTorch chunkwise": pytorch, "SDPA, width Dv": softmax}
     try:
         from fla.ops.gla import chunk_gla
         def peer():
@@ -771,8 +822,9 @@ def benchmark(B, T, H, Dk, Dv):
         contenders["fla chunk_gla"] = peer
     except ImportError:
         pass
-    floor = 2 * q.numel() * (2 * Dk + 2 * Dv) / Dk / 4.28e9         # q, a, v, o once, ms at 4.28 TB/s
-    print(f"\nB={B} T={T} H={H} Dk={Dk} Dv={Dv} bfloat16, medians in ms; forward's bytes floor {floor:.3f}")
+    floor = 2 * q.numel() * (2 * Dk + 2 * Dv) / Dk / 4.28e9     # q, a, v, o once, ms at 4.28 TB/s
+    print(f"\nB={B} T={T} H={H} Dk={Dk} Dv={Dv} bfloat16, medians in ms; "
+          f"forward's bytes floor {floor:.3f}")
     for name, forward in contenders.items():
         def both():
             forward().backward(do)
@@ -786,12 +838,14 @@ def benchmark(B, T, H, Dk, Dv):
         peak = torch.cuda.max_memory_allocated() - before
         q.grad = a.grad = v.grad = wide.grad = None
         twice = triton.testing.do_bench(both, return_mode="median")
-        print(f"  {name:18} forward {once:8.3f}   forward + backward {twice:8.3f}   peak {peak >> 20:6} MiB")
+        print(f"  {name:18} forward {once:8.3f}   forward + backward {twice:8.3f}   "
+              f"peak {peak >> 20:6} MiB")
 
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():
-        raise SystemExit("kernel: the benchmark needs a CUDA GPU; without one, the tests run the kernel interpreted")
+        raise SystemExit("kernel: the benchmark needs a CUDA GPU; "
+                         "without one, the tests run the kernel interpreted")
     for T in (2048, 8192, 32768):
         benchmark(32768 // T, T, 8, 64, 128)
     benchmark(8, 2048, 16, 128, 128)
