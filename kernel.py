@@ -3,7 +3,7 @@
     S_t = diag(α_t) S_{t-1} + k_tᵀ v_t    o_t = s · q_t S_t    α = σ(a)^(1/τ), k = 1 − α, s = Dk^-½
 
 `metala.chunkwise` computes the same in PyTorch. Here α, log α and k are formed from the logits a in
-float32 registers and never reach memory.
+float32 registers; what reaches memory, for the length of one pass, are the factors F, k̃, R below.
 
 The derivation. Inside a chunk of C steps let b_i = log α_1 + … + log α_i. A read at i finds a write
 at j ≤ i faded by e^{b_i − b_j}, which splits into a factor of the read and one of the write:
