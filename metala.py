@@ -73,16 +73,16 @@ def parallel(q, k, v, g, S):
 def chunkwise(q, k, v, g, S, C=64):
     """Inside chunks of C steps the parallel form, across chunks the recurrent one. O(T·C) work.
 
-    1 map     the chunk's own map A, and for each step the decay P since the chunk began (this
-              step's α included) and R until it ends (this step's α excluded)
-    2 update  what the chunk writes:        U = (k ⊙ R)ᵀ v
-    3 state   from chunk to chunk:          S' = diag(P_last) S + U
-    4 output  own writes and older ones:    o = A v + (q ⊙ P) S
+    1 map     the chunk's own map A; q̃ = q ⊙ (decay since the chunk began, this step's α included),
+              k̃ = k ⊙ (decay until it ends, this step's α excluded), and D, the whole chunk's decay
+    2 update  what the chunk writes:        U = k̃ᵀ v
+    3 state   from chunk to chunk:          S' = diag(D) S + U
+    4 output  own writes and older ones:    o = A v + q̃ S
 
     Step 1 doubles the block size h from 1 to C. Two neighbours, l(eft) and r(ight), become one:
 
-        A = [ A_l                         0  ]   P = [ P_l             ]   R = [ R_l ⊙ P_r[last] ]
-            [ (q_r ⊙ P_r) (k_l ⊙ R_l)ᵀ   A_r ]       [ P_r ⊙ P_l[last] ]       [ R_r             ]
+        A = [ A_l         0   ]     q̃ = [ q̃_l       ]     k̃ = [ k̃_l ⊙ D_r ]     D = D_l ⊙ D_r
+            [ q̃_r k̃_lᵀ   A_r ]         [ q̃_r ⊙ D_l ]         [ k̃_r       ]
 
     Every factor is a product of decays, so ≤ 1: nothing can overflow, whatever the gates do.
     """
@@ -90,27 +90,27 @@ def chunkwise(q, k, v, g, S, C=64):
     def chunks(x):
         x = F.pad(x, (0, 0, 0, 0, 0, -T % C))   # padding with g = 0, k = 0 leaves the state alone
         return x.unflatten(1, (-1, C)).permute(0, 3, 1, 2, 4)                  # (B, H, N, C, d)
-    q, k, v, P = chunks(q), chunks(k), chunks(v), chunks(g).exp()
+    q, k, v, D = chunks(q), chunks(k), chunks(v), chunks(g).exp()
 
     h, A = 1, (q * k).sum(-1)[..., None, None]                            # (B, H, N, C/h, h, h)
-    P, R = P[..., None, :], torch.ones_like(P)[..., None, :]              # (B, H, N, C/h, h, Dk)
-    while h < C:
-        (A_l, A_r), (P_l, P_r), (R_l, R_r) = (x.unflatten(3, (-1, 2)).unbind(4) for x in (A, P, R))
-        q_r = q.unflatten(3, (-1, 2, h))[..., 1, :, :]                    # (B, H, N, C/2h, h, Dk)
-        k_l = k.unflatten(3, (-1, 2, h))[..., 0, :, :]
-        A_rl = (q_r * P_r) @ (k_l * R_l).transpose(-1, -2)                # (B, H, N, C/2h, h, h)
+    q, k, D = (q * D)[..., None, :], k[..., None, :], D[..., None, :]     # (B, H, N, C/h, h, Dk)
+    while h < C:                                                          # D: (B, H, N, C/h, 1, Dk)
+        (A_l, A_r), (q_l, q_r), (k_l, k_r), (D_l, D_r) = (
+            x.unflatten(3, (-1, 2)).unbind(4) for x in (A, q, k, D))
+        A_rl = q_r @ k_l.transpose(-1, -2)                                # (B, H, N, C/2h, h, h)
         A = torch.cat([F.pad(A_l, (0, h)), torch.cat([A_rl, A_r], -1)], -2)
-        R = torch.cat([R_l * P_r[..., -1:, :], R_r], -2)
-        P = torch.cat([P_l, P_r * P_l[..., -1:, :]], -2)
+        q = torch.cat([q_l, q_r * D_l], -2)                               # (B, H, N, C/2h, 2h, Dk)
+        k = torch.cat([k_l * D_r, k_r], -2)
+        D = D_l * D_r
         h *= 2
-    A, P, R = A.squeeze(3), P.squeeze(3), R.squeeze(3)                    # (B, H, N, C, C or Dk)
+    A, q, k, D = A[:, :, :, 0], q[:, :, :, 0], k[:, :, :, 0], D[:, :, :, 0]    # (B, H, N, C, …)
 
-    U = (k * R).transpose(-1, -2) @ v                                          # (B, H, N, Dk, Dv)
+    U = k.transpose(-1, -2) @ v                                                # (B, H, N, Dk, Dv)
     starts = []
-    for P_n, U_n in zip(P[..., -1, :, None].unbind(2), U.unbind(2)):
+    for D_n, U_n in zip(D.transpose(-1, -2).unbind(2), U.unbind(2)):
         starts.append(S)
-        S = P_n * S + U_n                                                      # (B, H, Dk, Dv)
-    o = A @ v + (q * P) @ torch.stack(starts, 2)                               # (B, H, N, C, Dv)
+        S = D_n * S + U_n                                                      # (B, H, Dk, Dv)
+    o = A @ v + q @ torch.stack(starts, 2)                                     # (B, H, N, C, Dv)
     return o.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T], S                    # (B, T, H, Dv)
 
 
