@@ -1,7 +1,7 @@
 """Train a small model on associative recall (MQAR), or on finding a passkey hidden in filler.
 
     pip install torch numpy tqdm
-    python train_mqar.py                       # MetaLA, on a laptop: 99% recall after 350 steps
+    python train_mqar.py                       # MetaLA, on a laptop: 99% recall after 300 steps
     python train_mqar.py --mixer attention     # 200 steps; or another name in metala.MIXERS
     python train_mqar.py --task needle         # a passkey, hidden once, asked for at the end
     python train_mqar.py --preset hard --d-model 128 --sweep      # the paper's hardest, on a GPU
