@@ -1028,7 +1028,7 @@ def test_a_run_stopped_by_a_signal_and_resumed_equals_an_uninterrupted_one(
     assert stop.value.code == 128 + number and saved(out)["step"] == 3
     resumed = start(script, out, resume=True)
     assert all(resumed[name] == whole[name] for name in whole
-               if name not in ("seconds", "best", "images_per_second"))
+               if name not in ("seconds", "best", "images_per_second", "tokens_per_second"))
     one, other = saved(tmp_path / "whole"), saved(out)
     for kind in ("model", "optimizer", "rng"):
         torch.testing.assert_close(other[kind], one[kind], rtol=0, atol=0)
@@ -1062,6 +1062,7 @@ MISTAKES = {"--resume --lr 0.5": "--lr.*0.5", "--resume --batch 9": "--batch.*9"
             "--wat": "--wat", "--device tpu": "tpu", "--out /dev/null/x": "/dev/null"}
 OWN_MISTAKES = {"train_mqar": {
     "--pairs 5": "20.*16", "--pairs 4 --vocab 8": "vocab.*8", "--task needle --pairs 8": "17.*16",
+    "--task copy --pairs 9": "18.*16", "--task phonebook --pairs 3": "21.*16",
     "--examples 4": "4", "--option tau=-1": "-1", "--option tau": "tau", "--option no=1": "no"},
     "train_lm": {
         "--data no.txt": "no.txt", "--length 100000000": "100000000", "--option no=1": "no",
@@ -1140,7 +1141,31 @@ def test_needle_hides_a_passkey_after_a_marker_and_asks_for_it_at_the_end():
     assert (x.tokens[i, hidden[:, :1] - 1] == 1).all() and (x.tokens[:, 29] == 2).all()
     assert set(np.unique(hidden[:, 0] - 1)) == set(range(26))  # every depth
 
-@pytest.mark.parametrize("task", ["mqar", "needle"])
+@pytest.mark.parametrize("filler", ["zero", "random"])
+def test_copy_scatters_its_tokens_and_asks_for_all_in_order(filler):
+    x, i = examples(300, 32, 3, task="copy", filler=filler), np.arange(300)[:, None]
+    places = x.where + 1 - x.distance
+    assert (x.where == [29, 30, 31]).all() and (np.diff(places) > 0).all()
+    assert (x.tokens[i, places] == x.answer).all() and (x.answer >= 32).all()
+    assert (x.tokens[:, 29] == 2).all() and (x.tokens[:, 30:] == x.answer[:, :2]).all()
+    assert (x.tokens[:, :29] >= 32).sum() == 900  # and nothing else looks like content
+    assert set(np.unique(places)) == set(range(29))  # every place
+
+def test_phonebook_asks_for_the_numbers_of_four_names():
+    x, i = examples(300, 64, 6, task="phonebook"), np.arange(300)[:, None]
+    places = (x.where + 1 - x.distance).reshape(300, 4, 3)
+    names = x.tokens[:, 52::3]  # the questions are the last 12 tokens
+    assert (x.where == np.arange(52, 64)).all() and (names < 54).all() and (names >= 32).all()
+    assert (x.tokens[i, places.reshape(300, 12)] == x.answer).all() and (x.answer >= 54).all()
+    assert (x.tokens[i, places[:, :, 0] - 1] == names).all()  # a number follows its name
+    assert (places[:, :, 1:] == places[:, :, :1] + [1, 2]).all()
+    given = x.tokens[:, 52:].reshape(300, 4, 3)[:, :, 1:]
+    assert (given == x.answer.reshape(300, 4, 3)[:, :, :2]).all()
+    assert ((32 <= x.tokens[:, :52]) & (x.tokens[:, :52] < 54)).sum() == 1800  # 6 names each
+
+tasks = pytest.mark.parametrize("task", train_mqar.TASKS)
+
+@tasks
 def test_examples_depend_on_the_seed_alone_and_training_never_meets_the_test(task):
     def made(seed, stream, index):
         args = argparse.Namespace(seed=seed, task=task, pairs=4, vocab=64, filler="zero")
@@ -1150,25 +1175,74 @@ def test_examples_depend_on_the_seed_alone_and_training_never_meets_the_test(tas
     for other in ((0, train_mqar.TRAIN, 1), (1, train_mqar.TRAIN, 0), (0, train_mqar.TEST, 0)):
         assert (train[:, None] != made(*other)).any(-1).all()
 
-@pytest.mark.parametrize("task", ["mqar", "needle"])
+@tasks
 def test_recall_is_learned_at_toy_size(task, tmp_path):
     result = start("train_mqar", tmp_path, f"--task {task} --d-model 32 --layers 2 --batch 64 "
                    "--steps 300 --lr 1e-2 --warmup 20 --eval-every 25 --dropout 0 --until 0.9 "
-                   "--test-examples 200")
+                   "--test-examples 200" + " --length 24 --vocab 32" * (task == "phonebook"))
     assert result["accuracy"] >= 0.9
 
-@pytest.mark.parametrize("flags", [*(f"--mixer {mixer}" for mixer in MIXERS), "--dtype bfloat16",
-                                   "--dtype float16", "--examples 20", "--no-tie --conv 0",
-                                   "--option tau=4 self_augment=false", "--test-lengths 32 64"])
+@pytest.mark.parametrize("flags", [*(f"--mixer {mixer} --show-map" for mixer in MIXERS),
+                                   "--dtype bfloat16", "--dtype float16", "--examples 20",
+                                   "--no-tie --conv 0", "--option tau=4 self_augment=false"])
 def test_mqar_runs_with(flags, tmp_path):
     result = start("train_mqar", tmp_path, flags + " --steps 3")
     assert 0 <= result["accuracy"] <= 1 and np.isfinite(result["loss"]) and result["steps"] == 3
+
+def test_more_test_lengths_are_in_the_metrics_and_in_the_log(tmp_path):
+    result = start("train_mqar", tmp_path, "--test-lengths 32 64")
+    assert all(0 <= result[name] <= 1 == (log_of(tmp_path)[-1][name] == result[name])
+               for name in ("accuracy_32", "accuracy_64"))
 
 def test_the_sweep_returns_the_best_of_its_runs(tmp_path):
     result = start("train_mqar", tmp_path, "--steps 3 --sweep 1e-3 1e-2")
     best = {lr: max(line["accuracy"] for line in log_of(tmp_path / f"lr-{lr:g}")[1:])
             for lr in (1e-3, 1e-2)}
     assert result["best"] == best[result["lr"]] == max(best.values())
+
+def test_a_hopeless_run_is_given_up_after_the_patience_and_the_sweep_goes_on(tmp_path, capsys):
+    start("train_mqar", tmp_path, "--patience 2 --sweep 1e-9 1e-8")
+    assert capsys.readouterr().out.count("4 steps: given up") == 2
+
+@mixers
+def test_the_map_that_is_shown_is_what_the_mixer_weighs_its_values_with(mixer):
+    layer, x, seen = MIXERS[mixer](12, 2, conv_size=2), torch.randn(1, 9, 12), []
+    A = train_mqar.layer_map(layer, x)
+    assert A.shape == (2, 9, 9) and (A.triu(1) == 0).all()
+    z, _ = layer.conv(x, None, None)
+    if mixer == "attention":
+        o = (A @ layer.v_proj(z).view(9, 2, 6).transpose(0, 1)).transpose(0, 1)
+        close(layer.o_proj(o.flatten(1)), layer(x)[0][0], F32)
+    else:
+        q, k, v, gate, _ = layer.inputs(z)
+        v = torch.randn(1, 9, 2, 1).expand(-1, -1, -1, 6) if mixer == "hgrn" else v
+        o = layer.operator(q, k, v, gate, None)[0][0].transpose(0, 1)
+        o = o.sum(-1, keepdim=True) * 6 ** -0.5 if mixer == "hgrn" else o  # of its channels' maps
+        close(A @ v[0, :, :, :o.shape[-1]].transpose(0, 1), o, F32)
+
+@pytest.mark.parametrize("name, row, entropy, gap", [
+    ("each at itself", torch.eye(4), 0, 0), ("all at the first", torch.eye(4)[[0] * 4], 0, 1),
+    ("at all alike", torch.ones(4, 4), 2, 1), ("scale and sign", torch.diag(torch.tensor([3., -1, 2, -5])), 0, 0)])
+def test_entropy_and_gap_of_a_map_that_looks(name, row, entropy, gap):
+    (bits,), (distance,) = train_mqar.concentration(row[None], torch.arange(4))
+    assert abs(bits - entropy) < 1e-6 and abs(distance - gap) < 1e-6
+
+def test_a_finished_runs_map_is_shown_without_training_on(tmp_path):
+    start("train_mqar", tmp_path)
+    before = saved(tmp_path)["model"]
+    result = start("train_mqar", tmp_path, "--show-map", resume=True)
+    torch.testing.assert_close(saved(tmp_path)["model"], before, rtol=0, atol=0)
+    (entropy,), (gap,) = result["entropy"], result["gap"]  # one layer of two heads
+    assert all(0 <= bits <= 4 for bits in entropy) and all(0 <= x <= 1 for x in gap)
+    assert log_of(tmp_path)[-1]["entropy"] == [list(entropy)]
+
+@gpu
+@pytest.mark.parametrize("flags", ["", "--mixer attention", "--dtype bfloat16"])
+def test_a_recorded_step_trains_as_a_plain_one(flags, tmp_path):
+    flags += f" --device cuda --dropout 0 --steps 40 --eval-every 10 --out {tmp_path}"
+    plain, recorded = (train_mqar.main([*TOY["train_mqar"].split(), *flags.split(), *more])
+                       for more in ([], ["--compile"]))
+    assert plain["loss"] == pytest.approx(recorded["loss"], rel=0.1 if "bf" in flags else 1e-3)
 
 # train_lra.py
 

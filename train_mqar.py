@@ -19,6 +19,7 @@ import math
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from metala import MIXERS, LanguageModel
+from metala import MIXERS, LanguageModel, attention_map, rms_norm
 
 try:
     import fcntl
@@ -37,7 +38,7 @@ except ImportError:  # Windows has no flock: there, two runs in one folder go un
 SCRIPT = "train_mqar"
 LAPTOP = dict(length=64, pairs=8, vocab=256, examples=0, test_examples=500, d_model=64, layers=2,
               heads=2, tie=True, dropout=0.0, steps=800, batch=64, lr=5e-3, warmup=100,
-              weight_decay=0.1, eval_every=50)
+              weight_decay=0.1, eval_every=50, patience=0)
 
 
 def paper(length, pairs, batch):
@@ -45,7 +46,7 @@ def paper(length, pairs, batch):
     epoch = 100_000 // batch
     return dict(length=length, pairs=pairs, vocab=8192, examples=100_000, test_examples=3000,
                 tie=True, dropout=0.1, steps=64 * epoch, batch=batch, lr=2.2e-3, warmup=epoch,
-                eval_every=epoch)
+                eval_every=epoch, patience=8)
 
 
 PRESETS = {"laptop": LAPTOP, "64": paper(64, 4, 512), "128": paper(128, 8, 512),
@@ -56,11 +57,11 @@ SWEEP = [1e-4, 4.6e-4, 2.2e-3, 1e-2]  # logspace(-4, -2, 4)
 # ── The tasks: each makes n examples at once, and draws from the generator it is given only ──────
 
 class Examples(NamedTuple):
-    """T tokens with N questions each. Loss and accuracy see the questions and nothing else."""
+    """T tokens with M questions each. Loss and accuracy see the questions and nothing else."""
     tokens: np.ndarray    # (n, T)
-    where: np.ndarray     # (n, N)  positions at which the model must answer
-    answer: np.ndarray    # (n, N)  the token that it must predict there
-    distance: np.ndarray  # (n, N)  how far back the question's key stands
+    where: np.ndarray     # (n, M)  positions at which the model must answer
+    answer: np.ndarray    # (n, M)  the token that it must predict there
+    distance: np.ndarray  # (n, M)  how far back the token stands that the answer came after
 
 
 def mqar(rng, n, T, N, vocab, filler):
@@ -76,11 +77,8 @@ def mqar(rng, n, T, N, vocab, filler):
     Keys come from the lower half of the vocabulary, values from the upper half. Query i stands at
     2N + 2·gap_i, where gap = 0, 1, 2, … is drawn with weight (gap + 1)^-0.99 and without repeats.
     """
+    need(f"{N} pairs and their queries", 4 * N, T, 2 * N + 2, vocab)
     half, gaps = vocab // 2, (T - 2 * N) // 2
-    if 4 * N > T:
-        raise ValueError(f"{N} pairs and their queries need --length {4 * N} or more, not {T}")
-    if half - 1 < N:
-        raise ValueError(f"{N} different keys need --vocab {2 * N + 2} or more, not {vocab}")
     keys, values = distinct(rng, n, N, 1, half), distinct(rng, n, N, half, vocab)
 
     # An exponential race is a weighted draw without repeats: the first N to arrive, in order.
@@ -105,24 +103,84 @@ def needle(rng, n, T, N, vocab, filler):
 
     Its tokens are different digits: the last 16 of the vocabulary, or 2N if more, at most half.
     """
-    HIDE, ASK = 1, 2
+    need(f"a passkey of {N} tokens", 2 * N + 1, T, max(2 * N, 8), vocab)
     digits = min(max(16, 2 * N), vocab // 2)
-    if 2 * N + 1 > T:
-        raise ValueError(f"a passkey of {N} tokens needs --length {2 * N + 1} or more, not {T}")
-    if vocab < max(2 * N, 8):
-        raise ValueError(f"a passkey of {N} needs --vocab {max(2 * N, 8)} or more, not {vocab}")
     tokens = background(rng, n, T, 3, vocab - digits, filler)                # (n, T)
     passkey = distinct(rng, n, N, vocab - digits, vocab)                     # (n, N)
-    depth = rng.integers(0, T - 2 * N, size=(n, 1))                          # (n, 1)
-    hidden = depth + 1 + np.arange(N)                                        # (n, N)
-    where = np.broadcast_to(np.arange(T - N, T), (n, N))
+    depth = scattered(rng, n, 1, N + 1, T - N)                               # (n, 1)
     np.put_along_axis(tokens, depth, HIDE, axis=1)
-    np.put_along_axis(tokens, hidden, passkey, axis=1)
-    tokens[:, T - N], tokens[:, T - N + 1:] = ASK, passkey[:, :-1]
-    return Examples(tokens, where, passkey, where + 1 - hidden)
+    np.put_along_axis(tokens, depth + 1 + np.arange(N), passkey, axis=1)
+    return ask(tokens, ASK, passkey[:, None], depth[:, None] + 1 + np.arange(N))
 
 
-TASKS = {"mqar": mqar, "needle": needle}
+def copy(rng, n, T, N, vocab, filler):
+    """Selective copying: N tokens scattered in filler, to be reproduced in order at the end.
+
+        position    0    1    2    3    4    5    6    7    8    9   10   11
+        filler      0         0    0         0         0    0
+        content         201                 147       230
+        question                                                ASK  201  147
+        answer                                                  201  147  230
+
+    Content tokens are different, from the upper half of the vocabulary.
+    """
+    need(f"{N} tokens and their copy", 2 * N, T, max(2 * N, 8), vocab)
+    tokens = background(rng, n, T, 3, vocab // 2, filler)                    # (n, T)
+    content = distinct(rng, n, N, vocab // 2, vocab)                         # (n, N)
+    places = scattered(rng, n, N, 1, T - N)                                  # (n, N)
+    np.put_along_axis(tokens, places, content, axis=1)
+    return ask(tokens, ASK, content[:, None], places[:, None])
+
+
+def phonebook(rng, n, T, N, vocab, filler):
+    """A directory of N names with numbers of three digits; 4 (or N) are looked up at the end.
+
+        position    0    1    2    3    4    5    6    7    8    9   10   11   12   13   14
+        filler      0                        0                        0    0
+        name           150                      133
+        number              247  240  247            251  249  246
+        question                                                               133  251  249
+        answer                                                                 251  249  246
+
+    Digits are the last 10 tokens, names come from the rest of the vocabulary's upper half.
+    """
+    Q, digits = min(N, 4), vocab - 10
+    need(f"{N} entries and {Q} questions", 4 * N + 3 * Q, T, 2 * N + 20, vocab)
+    tokens = background(rng, n, T, 3, vocab // 2, filler)                    # (n, T)
+    names = distinct(rng, n, N, vocab // 2, digits)                          # (n, N)
+    numbers = rng.integers(digits, vocab, size=(n, N, 3), dtype=np.int32)    # (n, N, 3)
+    entries = np.concatenate([names[:, :, None], numbers], 2)                # (n, N, 4)
+    places = scattered(rng, n, N, 4, T - 3 * Q)[:, :, None] + np.arange(4)   # (n, N, 4)
+    np.put_along_axis(tokens, places.reshape(n, -1), entries.reshape(n, -1), axis=1)
+    chosen = distinct(rng, n, Q, 0, N)[:, :, None]                           # (n, Q, 1)
+    entries, places = (np.take_along_axis(x, chosen, 1) for x in (entries, places))
+    return ask(tokens, entries[:, :, :1], entries[:, :, 1:], places[:, :, 1:])
+
+
+TASKS = {"mqar": mqar, "needle": needle, "copy": copy, "phonebook": phonebook}
+HIDE, ASK = 1, 2
+
+
+def ask(tokens, cue, answer, places):
+    """Puts Q questions at the end, each a cue and then the answer but for its last token.
+    cue: (n, Q, 1) or a token. answer, places: (n, Q, L), the tokens and where they stand."""
+    n, Q, L = answer.shape
+    question = np.concatenate([np.broadcast_to(cue, (n, Q, 1)), answer[:, :, :-1]], 2)
+    tokens[:, -Q * L:] = question.reshape(n, -1)
+    where = np.broadcast_to(np.arange(-Q * L, 0) + tokens.shape[1], (n, Q * L))
+    return Examples(tokens, where, answer.reshape(n, -1), where + 1 - places.reshape(n, -1))
+
+
+def need(what, length, T, least, vocab):
+    for flag, low, given in (("--length", length, T), ("--vocab", least, vocab)):
+        if given < low:
+            raise ValueError(f"{what} need {flag} {low} or more, not {given}")
+
+
+def scattered(rng, n, count, width, room):
+    """Random places, in order, for `count` blocks of `width` tokens in the first `room` places."""
+    spare = rng.integers(0, room - count * width + 1, size=(n, count))
+    return np.sort(spare, 1) + width * np.arange(count)                      # (n, count)
 
 
 def distinct(rng, n, count, low, high):
@@ -147,8 +205,8 @@ def background(rng, n, T, low, high, filler):
 
 # ── Shared by the four scripts: arguments, device, run folder, checkpoint, signals, optimiser ────
 
-MAY_CHANGE = {"preset", "resume", "out", "device", "compile", "eval_every", "until",
-              "test_lengths"}  # from a run to its resumption
+MAY_CHANGE = {"preset", "resume", "out", "device", "compile", "eval_every", "until", "patience",
+              "test_lengths", "show_map"}  # from a run to its resumption
 
 
 def fail(message):
@@ -187,7 +245,7 @@ def common_flags():
     add("--seed", type=at_least(0, high=2**63 - 1), default=0, help="of weights, data and dropout")
     add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="autocast's")
-    add("--compile", action="store_true", help="torch.compile the training step")
+    add("--compile", action="store_true", help="torch.compile; on CUDA also one graph per step")
     add("--out", type=Path, default=f"runs/{SCRIPT}", help="run folder")
     add("--resume", action="store_true", help="continue the run in --out; same flags otherwise")
     return parser
@@ -348,20 +406,20 @@ def make_examples(args, device, stream, index, n, length):
 def training_batches(args, device):
     """A function of the step alone, so that a resumed run continues the same data."""
     if args.examples == 0:  # fresh examples in every step
-        return lambda step: make_examples(args, device, TRAIN, step, args.batch, args.length)
+        return lambda step: make_examples(args, device, TRAIN, step, args.batch, args.length)[:3]
     if args.batch > args.examples:
         fail(f"--batch {args.batch} is more than the {args.examples} --examples")
-    data = make_examples(args, device, TRAIN, 0, args.examples, args.length)
-    per_epoch = args.examples // args.batch
+    tokens, where, answer, _ = make_examples(args, device, TRAIN, 0, args.examples, args.length)
 
     @functools.lru_cache(1)
     def order(epoch):
-        return np.random.default_rng([args.seed, ORDER, epoch]).permutation(args.examples)
+        rng = np.random.default_rng([args.seed, ORDER, epoch])
+        return torch.from_numpy(rng.permutation(args.examples)).to(device)
 
     def batch(step):
-        epoch, i = divmod(step, per_epoch)
-        rows = torch.from_numpy(order(epoch)[i * args.batch:(i + 1) * args.batch]).to(device)
-        return Examples(*(x[rows] for x in data))
+        epoch, i = divmod(step, args.examples // args.batch)
+        rows = order(epoch)[i * args.batch:(i + 1) * args.batch]
+        return tokens[rows], where[rows], answer[rows]
     return batch
 
 
@@ -381,22 +439,70 @@ def build_model(args):
 def answer_logits(model, tokens, where):
     """Logits at the questions only: at all positions they would cost more than the model."""
     x, _ = model.features(tokens)                                            # (B, T, D)
-    return model.head(x.take_along_dim(where[..., None], 1)).float()         # (B, N, vocab)
+    return model.head(x.take_along_dim(where[..., None], 1)).float()         # (B, M, vocab)
+
+
+def answer_loss(model, tokens, where, answer):
+    return F.cross_entropy(answer_logits(model, tokens, where).flatten(0, 1), answer.flatten())
 
 
 @torch.no_grad()
 def evaluate(model, examples, args):
-    """The mean loss, the accuracy, and which answers are right: (n, N) bool."""
+    """The mean loss, the accuracy, and which answers are right: (n, M) bool."""
     model.eval()
     loss, right = 0.0, []
     for tokens, where, answer, _ in zip(*(x.split(args.batch) for x in examples)):
         with autocast(args, tokens.device):
-            logits = answer_logits(model, tokens, where)                     # (B, N, vocab)
+            logits = answer_logits(model, tokens, where)                     # (B, M, vocab)
         loss += F.cross_entropy(logits.flatten(0, 1), answer.flatten(), reduction="sum")
         right.append(logits.argmax(-1) == answer)
     model.train()
-    right = torch.cat(right)                                                 # (n, N)
+    right = torch.cat(right)                                                 # (n, M)
     return loss.item() / right.numel(), right.float().mean().item(), right
+
+
+def training_step(model, optimizer, scaler, args, device):
+    """A function that trains on a batch, its learning rate and the sum of its losses: both on the
+    device, so that the host never waits. With --compile on CUDA a step is one launch."""
+    loss_of = torch.compile(answer_loss) if args.compile else answer_loss
+    record = args.compile and device.type == "cuda" and not scaler.is_enabled()  # it asks the host
+    lr, losses = torch.zeros((), device=device), torch.zeros((), device=device)
+    for group in optimizer.param_groups:
+        group.update(lr=lr, capturable=record)
+
+    def step(tokens, where, answer):                                # (B, T), (B, M), (B, M)
+        with autocast(args, device):
+            loss = loss_of(model, tokens, where, answer)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.add_(loss.detach())
+    return recorded(step) if record else step, lr, losses
+
+
+def recorded(step):
+    """`step` as a CUDA graph, hundreds of kernels started at once. Three calls run as they are, to
+    compile and to allocate; the next is recorded. A recording always reads the same memory, so
+    that from then on a call copies its arguments there."""
+    torch.cuda.synchronize()
+    torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be recorded
+    warnings.filterwarnings("ignore", ".*capturable=True")  # the first calls need it as well
+    graph, warmup, memory = torch.cuda.CUDAGraph(), iter(range(3)), []
+
+    def call(*batch):
+        if next(warmup, None) is not None:
+            return step(*batch)
+        if not memory:
+            memory.extend(x.clone() for x in batch)
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                step(*memory)
+        for old, new in zip(memory, batch):
+            old.copy_(new)
+        graph.replay()
+    return call
 
 
 def train(args, device):
@@ -405,80 +511,132 @@ def train(args, device):
     model = build_model(args).to(device)
     optimizer = make_optimizer(model, args)
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
-    forward = torch.compile(answer_logits) if args.compile else answer_logits
     test, *longer = (make_examples(args, device, TEST, index, args.test_examples, length)
                      for index, length in enumerate([args.length, *args.test_lengths]))
     batch = training_batches(args, device)
 
     progress = functools.partial(tqdm, total=args.steps, desc=args.mixer, unit="step")
     with run_folder(args), caught_signals() as caught, progress() as bar:
-        run = dict(step=0, best=0.0, seconds=0.0, train_loss=None)
+        run = dict(step=0, best=0.0, seconds=0.0, train_loss=None, tokens_per_second=None)
         if args.resume:
             saved = load_checkpoint(args, model, optimizer, scaler)
             run = {name: saved[name] for name in run}
             bar.initial = bar.n = run["step"]
-        began, recent = time.perf_counter() - run["seconds"], []
-        for step in range(run["step"], args.steps + 1):
-            last = step == args.steps
-            pause = last or step % args.eval_every == 0 or bool(caught)
-            if recent and (pause or step % 10 == 0):  # seldom: reading a loss waits for the GPU
-                run["train_loss"] = check_finite(torch.stack(recent).mean().item(), step)
-                recent.clear()
-                bar.set_postfix_str(f"loss {run['train_loss']:.3f}, best {run['best']:.1%}")
-            if pause:
-                run.update(step=step, seconds=time.perf_counter() - began)
+        train_step, lr, losses = training_step(model, optimizer, scaler, args, device)
+        start = before = run["step"]
+        resumed, verdict = time.perf_counter(), ""
+        began = resumed - run["seconds"]
+        for step in range(start, args.steps + 1):
+            if step == args.steps or step % args.eval_every == 0 or caught:
+                if step > before:  # reading the losses waits for the GPU, so here only
+                    run["train_loss"] = check_finite(losses.item() / (step - before), step)
+                    losses.zero_()
+                now = time.perf_counter()
+                if before > start:  # the first steps compile: they say nothing about speed
+                    tokens = (step - before) * args.batch * args.length
+                    run["tokens_per_second"] = round(tokens / (now - resumed))
+                run.update(step=step, seconds=now - began)
                 if signal.SIGTERM not in caught:  # which is in a hurry
                     loss, accuracy, right = evaluate(model, test, args)
                     run["best"] = max(run["best"], accuracy)
                     write_log(args, **run, loss=check_finite(loss, step), accuracy=accuracy)
+                    bar.set_postfix_str(f"loss {loss:.3f}, best {run['best']:.1%}")
+                    if accuracy >= args.until:
+                        verdict = f": {args.until:.0%} reached"
+                    elif (0 < args.patience * args.eval_every <= step
+                          and run["best"] < 2 / max(args.pairs, 4)):
+                        verdict = f": given up at {run['best']:.1%} (--patience {args.patience})"
                 save_checkpoint(args, model, optimizer, scaler, **run)
-                if last or caught or accuracy >= args.until:
+                if step == args.steps or caught or verdict:
                     break
-
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, args)
-            tokens, where, answer, _ = batch(step)                  # (B, T), (B, N), (B, N)
-            with autocast(args, device):
-                logits = forward(model, tokens, where)                       # (B, N, vocab)
-            batch_loss = F.cross_entropy(logits.flatten(0, 1), answer.flatten())
-            optimizer.zero_grad()
-            scaler.scale(batch_loss).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            recent.append(batch_loss.detach())
+                before, resumed = step, time.perf_counter()
+            lr.fill_(learning_rate(step, args))
+            train_step(*batch(step))
             bar.update()
+        bar.close()
+        if caught:
+            print(f"stopped after {step} steps, best accuracy {run['best']:.1%}; "
+                  "--resume continues")
+            raise SystemExit(128 + caught[0])
 
-    if caught:
-        print(f"stopped after {step} steps, best accuracy {run['best']:.1%}; --resume continues")
-        raise SystemExit(128 + caught[0])
-    print(f"{step} steps" + (f": {args.until:.0%} reached" if accuracy >= args.until else ""))
-    report(args, run, model, accuracy, right, test)
-    result = dict(accuracy=accuracy, loss=loss, steps=step, seconds=run["seconds"],
-                  best=run["best"])
-    for length, examples in zip(args.test_lengths, longer):
-        _, result[f"accuracy_{length}"], _ = evaluate(model, examples, args)
-        print(f"accuracy at length {length}: {result[f'accuracy_{length}']:.1%}")
-    return result
+        more = {f"accuracy_{length}": evaluate(model, examples, args)[1]
+                for length, examples in zip(args.test_lengths, longer)}
+        print(f"{step} steps{verdict}")
+        report(args, run, model, accuracy, right, test, more)
+        if args.show_map:
+            more |= show_map(model, test)
+        if more:
+            write_log(args, step=step, **more)
+    return dict(run, steps=step, loss=loss, accuracy=accuracy, **more)
 
 
 @torch.no_grad()
-def report(args, run, model, accuracy, right, test):
+def report(args, run, model, accuracy, right, test, more):
     """The final table. State: how many numbers one sequence of this length leaves behind."""
-    _, states = model.features(test.tokens[:1])
+    with autocast(args, test.tokens.device):
+        _, states = model.features(test.tokens[:1])
     state = sum(x.numel() for layer in states for x in layer if x.is_floating_point())
     parameters = sum(p.numel() for p in model.parameters())
     row = dict(mixer=args.mixer, d=args.d_model, parameters=f"{parameters:,}", state=f"{state:,}",
                lr=f"{args.lr:g}", seconds=f"{run['seconds']:.0f}", recall=f"{accuracy:.1%}")
+    row["tokens/s"] = f"{run['tokens_per_second'] or 0:,}"
     edges = [0] + [2**i for i in range(3, 20) if 2**i < args.length] + [args.length]
     for low, high in zip(edges, edges[1:]):
         inside = right[(low < test.distance) & (test.distance <= high)]
         row[f"{low + 1}–{high}"] = f"{inside.float().mean().item():.1%}" if len(inside) else "none"
+    row |= {f"T = {length}": f"{more[f'accuracy_{length}']:.1%}" for length in args.test_lengths}
     widths = [max(map(len, map(str, column))) for column in row.items()]
     for line in (row.keys(), row.values()):
         print("  ".join(str(x).rjust(width) for x, width in zip(line, widths)))
-    print("The last columns: recall by the distance from a query back to its key.")
+    print("1–8 and so on: recall by the distance from a question back to its key. "
+          "T = …: at that length.")
+
+
+def layer_map(mixer, x):
+    """The map A (H, T, T) by which a mixer weighs its values, o = A v, for an input (1, T, D)."""
+    x, _ = mixer.conv(x, None, None)                                         # (1, T, D)
+    if isinstance(mixer, MIXERS["attention"]):
+        t = torch.arange(x.shape[1], device=x.device)
+        q, k = (mixer.rotate(z, t[None]).transpose(1, 2)
+                for z in mixer.heads(x, mixer.q_proj, mixer.k_proj))         # (1, H, T, Dk)
+        scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5                 # (1, H, T, T)
+        return scores.masked_fill(t[:, None] < t, -math.inf).softmax(-1)[0]
+    q, k, _, g, _ = mixer.inputs(x)
+    if isinstance(mixer, MIXERS["metala"]):
+        g = mixer.log_decay(g)
+    return attention_map(torch.ones_like(g) if q is None else q, k, g)[0]    # hgrn's q is 1
+
+
+def concentration(A, rows):
+    """How concentrated maps A (H, T, T) are: entropy and gap of every head. P is |A| with rows
+    scaled to sum 1, because a linear mixer's norm undoes the scale of its rows.
+
+    entropy   −Σ_s P_ts log₂ P_ts in bits, averaged over `rows`. 0: each looks at one token only;
+              log₂ (t + 1): row t looks at all that it sees alike.
+    gap       1 − σ₂ / σ₁, the largest singular values of P. 0: rows look at different tokens;
+              1: all at the same. (The eigenvalues of a causal map are just its diagonal.)
+    """
+    P = F.normalize(A.abs(), p=1, dim=-1)                                    # (H, T, T)
+    bits = torch.special.entr(P).sum(-1) / math.log(2)                       # (H, T)
+    sigma = torch.linalg.svdvals(P)                                          # (H, T)
+    return bits[:, rows].mean(1).tolist(), (1 - sigma[:, 1] / sigma[:, 0]).tolist()
+
+
+@torch.no_grad()
+def show_map(model, test):
+    """Draws the map of every head for the first test example; returns how concentrated they are."""
+    x, measures = model.embed(test.tokens[:1]), []                           # (1, T, D)
+    for layer, block in enumerate(model.body.blocks):
+        A = layer_map(block.mixer, rms_norm(x))                              # (H, T, T)
+        measures.append(concentration(A, test.where[0]))
+        for head, (entropy, gap) in enumerate(zip(*measures[-1])):
+            print(f"layer {layer}, head {head}: entropy {entropy:.2f} bits, gap {gap:.3f}")
+        shade = A.abs() / A.abs().amax(-1, keepdim=True)
+        shade = (4 * F.adaptive_max_pool2d(shade, (12, 24))).round().int()
+        for row in shade[:4].unbind(1):                                      # (≤ 4 heads, 24)
+            print(*("".join(" ░▒▓█"[i] for i in head) for head in row), sep=" | ")
+        x, _ = block(x)
+    return dict(zip(("entropy", "gap"), zip(*measures)))
 
 
 def sweep(args, device):
@@ -510,14 +668,17 @@ def main(argv=None):
     add = parser.add_argument
     add("--task", default="mqar", choices=TASKS, help="drawn in the docstring of its function")
     add("--length", type=at_least(1), help="tokens per example T")
-    add("--pairs", type=at_least(1), help="questions N: key-value pairs, or tokens of the passkey")
+    add("--pairs", type=at_least(1), help="N: key-value pairs, tokens to find or copy, entries")
     add("--vocab", type=at_least(4), help="vocabulary size")
     add("--filler", default="zero", choices=["zero", "random"], help="the other tokens")
     add("--examples", type=at_least(0), help="training set size; 0 makes every batch afresh")
     add("--test-examples", type=at_least(1), help="test set size")
     add("--test-lengths", type=at_least(1), nargs="*", default=[], metavar="T",
-        help="lengths at which to test once more at the end")
+        help="test at these lengths too at the end")
     add("--until", type=at_least(0, float), default=0.99, help="stop at this test accuracy")
+    add("--patience", type=at_least(0), help="evaluations after which a run that never passed "
+        "2/N, twice a guess among the example's N answers, is given up; 0: never")
+    add("--show-map", action="store_true", help="draw and measure one example's map at the end")
     add("--dropout", type=at_least(0, float, high=1), help="after the embedding")
     add("--tie", action=argparse.BooleanOptionalAction, help="share embedding and head weights")
     add("--conv", type=at_least(0), default=2, help="width of every mixer's convolution; 0: none")
