@@ -6,35 +6,30 @@
     python train_image.py --preset cifar --dtype bfloat16 --compile      # downloads CIFAR-10; GPU
     torchrun --nproc_per_node=8 train_image.py --preset tiny --data-dir ~/imagenet \\
         --dtype bfloat16 --compile             # train/CLASS/* and val/CLASS/*, the paper's recipe
+    python train_image.py --preset tiny --data synthetic --size 512 --batch 384 --steps 60 \\
+        --eval-every 20 --dtype bfloat16 --compile         # noise, to measure images a second
 
 An image becomes a sequence: T patches, row by row, each a vector of width D, plus a learned
-position. The blocks mix it, the mean of its T vectors is classified. Processes under torchrun
-share each batch, and learn what one would alone.
-
-A run leaves log.jsonl and checkpoint.pt in --out. Ctrl-C evaluates, saves and stops; the same
-command with --resume continues as if nothing had happened.
-
-Reading order: the data, then from `Classifier` down; the part in between can wait.
+position. The blocks mix it, the mean of its T vectors is classified. A run leaves log.jsonl and
+checkpoint.pt in --out. Ctrl-C evaluates, saves and stops; the same command with --resume continues
+as if nothing had happened. Reading order: the data, then from `Classifier` down; the part in
+between can wait.
 """
 import argparse
 import contextlib
 import functools
 import gzip
-import hashlib
-import http.client
 import importlib.util
+import io
 import itertools
 import json
 import math
 import os
-import platform
 import re
 import signal
-import statistics
 import tarfile
 import time
-import urllib.request
-import zlib
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +39,7 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from metala import MIXERS, Block
+from metala import MIXERS, Backbone
 
 try:
     import fcntl
@@ -54,85 +49,67 @@ except ImportError:  # Windows has no flock: there, two runs in one folder go un
 SCRIPT = "train_image"
 RANK, LOCAL_RANK, WORLD = (int(os.environ.get(name, default)) for name, default in
                            (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))  # set by torchrun
-LAPTOP = dict(data="shapes", size=32, patch=4, stem="conv", scan="rows", d_model=64, layers=3,
-              heads=2, dropout=0.0, augment="none", flip=False, cutout=0.0, label_smoothing=0.0,
-              epochs=2, batch=32, lr=3e-3, warmup=200, weight_decay=0.05, eval_every=400)
+LAPTOP = dict(data="shapes", size=32, patch=4, stem="conv", d_model=64, layers=3, heads=2,
+              dropout=0.0, augment="none", flip=False, cutout=0.0, label_smoothing=0.0, epochs=2,
+              batch=32, lr=3e-3, warmup=200, weight_decay=0.05, eval_every=400)
 MNIST = LAPTOP | dict(data="mnist", size=28, augment="shift", label_smoothing=0.1, epochs=40,
                       batch=128, eval_every=500)
-CIFAR = dict(data="cifar10", size=32, patch=2, stem="conv", scan="both", d_model=256, layers=7,
-             heads=4, dropout=0.0, augment="shift", flip=True, cutout=0.25, label_smoothing=0.1,
-             epochs=80, batch=256, lr=2e-3, warmup=1000, weight_decay=0.05, eval_every=1000)
-TINY = dict(data="folder", size=224, patch=16, stem="patch", scan="rows", d_model=192, layers=12,
-            heads=3, dropout=0.0, augment="crop", flip=True, cutout=0.0, label_smoothing=0.1,
-            epochs=300, batch=2048, lr=2.4e-3, warmup=3000, weight_decay=0.05, eval_every=2500)
+CIFAR = dict(data="cifar10", size=32, patch=2, stem="conv", d_model=256, layers=7, heads=4,
+             dropout=0.1, augment="shift", flip=True, cutout=0.375, label_smoothing=0.1, epochs=120,
+             batch=512, lr=2e-3, warmup=500, weight_decay=0.1, eval_every=1000)
+TINY = dict(data="folder", size=224, patch=16, stem="patch", d_model=192, layers=12, heads=3,
+            dropout=0.0, augment="crop", flip=True, cutout=0.0, label_smoothing=0.1, epochs=300,
+            batch=2048, lr=2.4e-3, warmup=3000, weight_decay=0.05, eval_every=2500)
 PRESETS = {"laptop": LAPTOP, "mnist": MNIST, "cifar": CIFAR, "tiny": TINY,  # tiny: 6.1M parameters
            "small": TINY | dict(d_model=384, heads=6)}                      # small: 23.7M
 
 
 # ── Data: shapes, drawn ──────────────────────────────────────────────────────────────────────────
-# A shape is a function of the plane, negative inside, about the distance to the outline near it.
-# The union of two shapes is the minimum of both, the intersection their maximum. Each has area 1:
-# what tells them apart is their form alone.
+# A shape is its outline: the distance from a centre as a function of the angle.
 
-def disc(x, y, radius):
-    return np.hypot(x, y) - radius
-
-
-def box(x, y, half_width, half_height):
-    return np.maximum(np.abs(x) - half_width, np.abs(y) - half_height)
+def star(a, n, slope):
+    """n straight sides if the slope is 0, else n tips."""
+    beside = np.abs((a + np.pi / n) % (2 * np.pi / n) - np.pi / n)
+    return 1 / (np.cos(beside) + slope * np.sin(beside))
 
 
-def tips(x, y, n, slant, inner):
-    """A polygon with n tips: slant 1 gives n straight sides, slant 2 at n = 5 the pentagram."""
-    sector = 2 * np.pi / n
-    angle = np.abs(np.mod(np.arctan2(y, x) + sector / 2, sector) - sector / 2)
-    return np.hypot(x, y) * np.cos(angle - slant * np.pi / n) - inner
+def bar(a, ratio):
+    return np.minimum(1 / np.abs(np.cos(a)), ratio / np.abs(np.sin(a)))
 
 
-SHAPES = {
-    "disc": lambda x, y: disc(x, y, 0.564),
-    "ring": lambda x, y: np.abs(disc(x, y, 0.586)) - 0.136,
-    "half": lambda x, y: np.maximum(disc(x, y + 0.34, 0.798), -y - 0.34),
-    "moon": lambda x, y: np.maximum(disc(x - 0.317, y, 0.806), -disc(x - 0.774, y, 0.675)),
-    "triangle": lambda x, y: tips(x, y, 3, 1, 0.439),
-    "square": lambda x, y: tips(x, y, 4, 1, 0.5),
-    "star": lambda x, y: tips(x, y, 5, 2, 0.292),
-    "bar": lambda x, y: box(x, y, 1.05, 0.238),
-    "cross": lambda x, y: np.minimum(box(x, y, 0.725, 0.2), box(x, y, 0.2, 0.725)),
-    "arrow": lambda x, y: np.minimum(box(x + 0.504, y, 0.515, 0.175),
-                                     tips(x - 0.267, y, 3, 1, 0.36)),
-}
+SHAPES = {"disc": np.ones_like, "half": lambda a: 1.0 * (np.sin(a) > 0),
+          "cheese": lambda a: 1.0 * (np.cos(a) < 0.75), "eight": lambda a: np.abs(np.cos(a)),
+          "clover": lambda a: 1 + 0.6 * np.cos(3 * a), "star": lambda a: star(a, 5, 3),
+          "triangle": lambda a: star(a, 3, 0), "square": lambda a: star(a, 4, 0),
+          "bar": lambda a: bar(a, 0.23),
+          "cross": lambda a: np.maximum(bar(a, 0.28), bar(a + np.pi / 2, 0.28))}
+DOT, STROKE = 0, len(SHAPES)
 
 
 def draw_shapes(rng, n, S):
     """n images uint8 (n, 3, S, S), each with one shape on clutter, and the shapes' numbers (n,)."""
-    labels = rng.integers(0, len(SHAPES), n)
-    pixel = (np.arange(S, dtype=np.float32) + 0.5) / S                       # (S,)
-
     def uniform(low, high, *shape):
         return rng.uniform(low, high, (*shape, n, 1, 1)).astype(np.float32)
 
-    def paint(colour, shape, low, high):
-        """Paint a shape of random place, angle, and a size from low to high of the image's."""
-        size, angle = uniform(low, high), uniform(0, 2 * np.pi)
-        centre = 0.5 + uniform(-0.5, 0.5, 2) * (1 - 1.1 * size)
-        x, y = (pixel - centre[0]) / size, (pixel[:, None] - centre[1]) / size
-        x, y = np.cos(angle) * x + np.sin(angle) * y, np.cos(angle) * y - np.sin(angle) * x
-        inside = np.clip(0.5 - shape(x, y) * size * S, 0, 1)                 # (n, S, S), soft edge
+    def paint(colour, kinds, low, high):
+        """Any place, any angle. All shapes have the same area, the square of low … high sides."""
+        side, turn = uniform(low, high), uniform(0, 2 * np.pi)
+        x, y = 0.5 + uniform(-0.5, 0.5, 2) * (1 - 1.1 * side)                # (n, 1, 1) each
+        x, y = pixel - x, pixel[:, None] - y                                 # (n, 1, S), (n, S, 1)
+        angle, radius = np.arctan2(y, x) + turn, side + 0 * x * y            # (n, S, S)
+        for kind, outline in enumerate([*SHAPES.values(), lambda a: bar(a, 0.14)]):
+            one, circle = kinds == kind, outline(np.linspace(0.001, 2 * np.pi, 999))
+            radius[one] *= outline(angle[one]) / np.sqrt(np.pi * np.mean(circle ** 2))
+        inside = np.clip(0.5 + (radius - np.hypot(x, y)) * S, 0, 1)          # soft edges
         np.add(images, inside * (colour - images), out=images)               # (3, n, S, S)
 
-    def kind(x, y):
-        distance = np.empty_like(x)
-        for label, shape in enumerate(SHAPES.values()):
-            rows = labels == label
-            distance[rows] = shape(x[rows], y[rows])
-        return distance
-
+    labels = rng.integers(0, len(SHAPES), n)
+    pixel = (np.arange(S, dtype=np.float32) + 0.5) / S                       # (S,)
     ground = uniform(0, 1, 3)                                                # (3, n, 1, 1)
     images = ground + uniform(-0.2, 0.2, 3) * pixel + uniform(-0.2, 0.2, 3) * pixel[:, None]
-    paint(uniform(0, 1, 3), lambda x, y: box(x, y, 0.5, 0.07), 0.4, 0.9)           # a stroke
-    paint(uniform(0, 1, 3), lambda x, y: disc(x, y, 0.5), 0.08, 0.16)              # a dot
-    paint((ground + uniform(0.3, 0.7, 3)) % 1, kind, 0.38, 0.58)                   # the shape
+    paint(uniform(0, 1, 3), np.full(n, STROKE), 0.15, 0.34)
+    paint(uniform(0, 1, 3), np.full(n, DOT), 0.07, 0.14)
+    paint((ground + uniform(0.3, 0.7, 3)) % 1, labels, 0.38, 0.58)
     images += 0.04 * rng.standard_normal(images.shape, dtype=np.float32)
     return (images.clip(0, 1) * 255).astype(np.uint8).swapaxes(0, 1), labels
 
@@ -140,141 +117,101 @@ def draw_shapes(rng, n, S):
 # ── Data: files ──────────────────────────────────────────────────────────────────────────────────
 
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-MNIST_FILES = {"train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",  # MD5
-               "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
-               "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
-               "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c"}
+MNIST_FILES = {"train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea37026",  # of SHA-256
+               "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cc",
+               "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e3",
+               "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd"}
 CIFAR_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-CIFAR_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+CIFAR_SHA = "c4a38c50a1bc5f3a1c5537f2155ab9d6"
 CIFAR_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 
 
-def download(url, path, md5):
-    """Fetch url to path with a progress bar; the file takes its name only if its hash is right."""
-    part, digest = path.with_name(path.name + ".part"), hashlib.md5()
+def read(path, parse, url="", sha=""):
+    """What `parse` makes of a file's bytes, without the .gz. A missing file is downloaded, and
+    takes its name only if its SHA-256 begins as it should."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(url, timeout=30) as source, open(part, "wb") as file, \
-                tqdm(total=int(source.headers["Content-Length"] or 0), unit="B", unit_scale=True,
-                     desc=path.name) as bar:
-            while block := source.read(1 << 20):
-                file.write(block)
-                digest.update(block)
-                bar.update(len(block))
-    except (OSError, http.client.HTTPException) as error:
-        fail(f"could not download {url} ({error}); the file may also be put at {path} by hand")
-    if digest.hexdigest() != md5:
-        fail(f"{url}: the download has MD5 {digest.hexdigest()}, not {md5}; it was not used")
-    part.replace(path)
-
-
-def read_bytes(path):
-    try:
+        if url and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(url, path, sha)
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            return np.frombuffer(file.read(), np.uint8)
-    except (OSError, EOFError, zlib.error) as error:
-        fail(f"{path} cannot be read: {error}")
+            return parse(np.frombuffer(file.read(), np.uint8))
+    except Exception as error:  # of the disk, the network, a hash, the format: many kinds
+        fail(f"{path} cannot be read{' or downloaded from ' * bool(url)}{url}: {error}")
+
+
+def idx(content):
+    """0, 0, 8 (bytes), the number of axes, each axis' length as big-endian int32, the bytes."""
+    if content[:3].tolist() != [0, 0, 8]:
+        raise ValueError(f"it starts with {bytes(content[:3]).hex(' ')}, not with 00 00 08")
+    start = 4 + 4 * int(content[3])
+    return content[start:].reshape(content[4:start].view(">i4"))
 
 
 def read_mnist(folder):
-    """IDX: 0, 0, 8 (bytes), the number of axes, then each axis' length as big-endian int32."""
     arrays = []
-    for name, md5 in MNIST_FILES.items():
-        path, axes = folder / name, 3 if "images" in name else 1
-        if path.with_suffix("").exists():
-            path = path.with_suffix("")
-        elif not path.exists():
-            download(MNIST_URL + name, path, md5)
-        content, start = read_bytes(path), 4 + 4 * axes
-        if len(content) < start or content[:4].tolist() != [0, 0, 8, axes]:
-            fail(f"{path} starts with {bytes(content[:4]).hex(' ')}, not with 00 00 08 0{axes}")
-        shape = content[4:start].view(">i4").tolist()
-        if math.prod(shape) != len(content) - start:
-            fail(f"{path} has {len(content) - start} values, but says {math.prod(shape)}")
-        arrays.append(content[start:].reshape(shape))
-    images, labels = ([np.repeat(x[:, None], 3, 1) for x in arrays[::2]], arrays[1::2])
-    return list(zip(images, labels)), [str(digit) for digit in range(10)]  # grey as RGB
+    for name, sha in MNIST_FILES.items():
+        path, plain = folder / name, folder / name.removesuffix(".gz")
+        arrays.append(read(plain if plain.exists() else path, idx, MNIST_URL + name, sha))
+    images = [np.stack([x] * 3, 1) for x in arrays[::2]]  # grey as RGB
+    return list(zip(images, arrays[1::2])), [str(digit) for digit in range(10)]
 
 
 def read_cifar10(folder):
     """Records of 3073 bytes: the label, then 32 × 32 bytes each of red, green and blue."""
-    archive, parts = folder.parent / "cifar-10-binary.tar.gz", []
+    def unpack(content):
+        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+            tar.extractall(folder.parent, filter="data")
+
     if not folder.exists():
-        if not archive.exists():
-            download(CIFAR_URL, archive, CIFAR_MD5)
-        try:
-            with tarfile.open(archive) as tar:
-                tar.extractall(folder.parent, filter="data")
-        except (OSError, EOFError, tarfile.TarError) as error:
-            fail(f"{archive} cannot be unpacked: {error}")
-    for name in [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]:
-        content = read_bytes(folder / name)
-        if len(content) == 0 or len(content) % 3073:
-            fail(f"{folder / name} has {len(content)} bytes, not a multiple of 3073: cut off?")
-        parts.append(content.reshape(-1, 3073))
+        read(folder.parent / "cifar-10-binary.tar.gz", unpack, CIFAR_URL, CIFAR_SHA)
+    *train, test = (read(folder / name, lambda content: content.reshape(-1, 3073)) for name in
+                    [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"])
     return [(x[:, 1:].reshape(-1, 3, 32, 32), x[:, 0])
-            for x in (np.concatenate(parts[:5]), parts[5])], CIFAR_CLASSES
-
-
-class Arrays:
-    """Images that fit into memory, kept on the device."""
-    unreadable = ()
-
-    def __init__(self, images, labels, device):
-        self.images = torch.from_numpy(np.ascontiguousarray(images)).to(device)  # (N, 3, H, W)
-        self.labels = torch.from_numpy(labels.astype(np.int64)).to(device)       # (N,)
-
-    def __len__(self):
-        return len(self.labels)
-
-    def batches(self, rows):
-        """For each array of row numbers: images, labels, and width / height, which is 1 here."""
-        for row in rows:
-            row = torch.from_numpy(row).to(self.images.device, non_blocking=True)
-            yield self.images[row], self.labels[row], torch.ones(len(row), device=row.device)
+            for x in (np.concatenate(train), test)], CIFAR_CLASSES
 
 
 class Files(torch.utils.data.Dataset):
-    """Image files, decoded in worker processes and squeezed into squares of one size; `crop` undoes
-    that, given width / height. An unreadable file is named once; its label, -100, is no class."""
+    """Image files, squeezed into squares, half as large again as what is cut out of them. What
+    cannot be read has the label -100, which is no class."""
 
-    def __init__(self, paths, labels, args, device):
+    def __init__(self, paths, labels, args):
         if importlib.util.find_spec("PIL") is None and any(x.suffix != ".npy" for x in paths):
             fail("reading JPEG or PNG files needs Pillow: pip install pillow")
-        self.paths, self.labels, self.side = paths, labels, args.size * 3 // 2
-        self.workers, self.device, self.unreadable = args.workers, device, set()
+        self.paths, self.labels, self.side, self.bad = paths, labels, args.size * 3 // 2, set()
 
     def __len__(self):
         return len(self.paths)
 
-    @staticmethod
-    def decode(path):
-        """The pixels, uint8 (3, H, W), of what Pillow reads or of a .npy file (H, W, 3)."""
-        if path.suffix == ".npy":
-            return torch.from_numpy(np.load(path)).permute(2, 0, 1)
-        from PIL import Image  # the only place that needs Pillow
-        with Image.open(path) as image:
-            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-
     def __getitem__(self, i):
+        path, image, label = self.paths[i], torch.zeros(1, 3, self.side, self.side), self.labels[i]
         try:
-            image, size = self.decode(self.paths[i])[None], (self.side, self.side)
-            square = F.interpolate(image, size, mode="bilinear", antialias=True)[0]
-            aspect = image.shape[3] / image.shape[2]
-            return i, square.expand(3, *size).byte(), self.labels[i], aspect
+            if path.suffix == ".npy":
+                pixels = np.load(path)                                       # (H, W, 3)
+            else:
+                from PIL import Image  # the only place that needs Pillow
+                with Image.open(path) as file:
+                    pixels = np.array(file.convert("RGB"))
+            image += resized(torch.from_numpy(pixels).permute(2, 0, 1)[None], self.side)
         except Exception:  # Pillow raises many kinds; all mean the same here
-            return i, torch.zeros(3, self.side, self.side, dtype=torch.uint8), -100, 1.0
+            label = -100
+        return image[0].byte(), label, i
 
-    def batches(self, rows):
-        loader = torch.utils.data.DataLoader(
-            self, batch_sampler=map(np.ndarray.tolist, rows), num_workers=self.workers,
-            worker_init_fn=ignore_ctrl_c, pin_memory=self.device.type == "cuda",
-            generator=torch.Generator())  # or it would draw from the global one
-        for index, images, labels, aspect in loader:
-            for i in set(index[labels < 0].tolist()) - self.unreadable:
-                tqdm.write(f"unreadable, left out: {self.paths[i]}")
-                self.unreadable.add(i)
-            yield (x.to(self.device, non_blocking=True) for x in (images, labels, aspect.float()))
+
+def batches(data, rows, args, device):
+    """Images and labels, on the device, for each array of row numbers. Files are decoded in worker
+    processes; what cannot be read is named once."""
+    if not isinstance(data, Files):
+        yield from (data[torch.from_numpy(row).to(device, non_blocking=True)] for row in rows)
+        return
+    loader = torch.utils.data.DataLoader(
+        data, batch_sampler=map(np.ndarray.tolist, rows), num_workers=args.workers,
+        worker_init_fn=ignore_ctrl_c, pin_memory=device.type == "cuda",
+        generator=torch.Generator())  # or it would draw from the global one
+    for images, labels, index in loader:
+        for i in set(index[labels < 0].tolist()) - data.bad:
+            tqdm.write(f"unreadable, left out: {data.paths[i]}")
+            data.bad.add(i)
+        yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
 def ignore_ctrl_c(worker):
@@ -282,51 +219,60 @@ def ignore_ctrl_c(worker):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def read_folder(root, args, device):
+def resized(images, size):
+    """Images uint8 (B, 3, H, W) as (B, 3, size, size)."""
+    if images.shape[2:] == (size, size):
+        return images
+    images = F.interpolate(images.float(), (size, size), mode="bilinear", antialias=True)
+    return images.round().byte()
+
+
+def read_folder(root, args):
     """Any tree train/CLASS/*, val/CLASS/*; the classes are the folders of train, by name."""
-    classes = sorted(path.name for path in root.glob("train/*") if path.is_dir())
-    sets = []
+    classes, sets = sorted(path.name for path in root.glob("train/*") if path.is_dir()), []
     for part in ("train", "val"):
         found = [(path, label) for label, name in enumerate(classes)
                  for path in sorted((root / part / name).glob("*"))]
         if not found:
             fail(f"--data-dir {root}: train/CLASS/* and val/CLASS/* are expected there; "
                  f"{root / part} has no files in the {len(classes)} classes of train")
-        sets.append(Files(*zip(*found), args, device))
+        sets.append(Files(*zip(*found), args))
     return sets, classes
 
 
 def load_data(args, device):
-    """[training set, test set] and the names of the classes."""
-    def synthetic(rng, n, size):
-        return rng.integers(0, 256, (n, 3, size, size), np.uint8), rng.integers(0, 1000, n)
-
-    def drawn(make, *counts):
-        return [[np.concatenate(x) for x in zip(*(
-            make(np.random.default_rng([args.seed, stream, i]), min(500, n - i), args.size)
-            for i in range(0, n, 500)))] for stream, n in zip((TRAIN, TEST), counts)]
-
+    """[training set, test set] and the names of the classes. What fits stays on the device."""
+    folder = Path(args.data_dir)
     if args.data == "folder":
-        return read_folder(args.data_dir, args, device)
+        return read_folder(folder, args)
     if args.data == "mnist":
-        sets, classes = read_mnist(args.data_dir / "mnist")
+        sets, classes = read_mnist(folder / "mnist")
     elif args.data == "cifar10":
-        sets, classes = read_cifar10(args.data_dir / "cifar-10-batches-bin")
+        sets, classes = read_cifar10(folder / "cifar-10-batches-bin")
     elif args.data == "shapes":
-        sets, classes = drawn(draw_shapes, args.examples, args.test_examples), list(SHAPES)
+        sets = [[np.concatenate(x) for x in zip(*(
+            draw_shapes(np.random.default_rng([args.seed, stream, i]), min(500, n - i), args.size)
+            for i in range(0, n, 500)))]
+                for stream, n in ((TRAIN, args.examples), (TEST, args.test_examples))]
+        classes = list(SHAPES)
     else:
-        sets, classes = drawn(synthetic, args.batch, 64), [str(i) for i in range(1000)]
+        rng, classes = np.random.default_rng(args.seed), [str(i) for i in range(1000)]
+        sets = [(rng.integers(0, 256, (n, 3, args.size, args.size), np.uint8),
+                 rng.integers(0, 1000, n)) for n in (args.batch, 64)]
     for images, labels in sets:
-        if len(images) != len(labels) or labels.max() >= len(classes):
-            fail(f"--data {args.data}: {len(images)} images have {len(labels)} labels up to "
-                 f"{labels.max()}; as many, and none above {len(classes) - 1}, are expected")
-    return [Arrays(images, labels, device) for images, labels in sets], classes
+        if not 0 < len(images) == labels.size or images.ndim != 4 or labels.max() >= len(classes):
+            fail(f"--data {args.data}: images {images.shape} have labels {labels.shape} up to "
+                 f"{labels.max(initial=0)}; as many, and none above {len(classes) - 1}, expected")
+    return [torch.utils.data.TensorDataset(
+        torch.from_numpy(np.ascontiguousarray(images)).to(device),           # (N, 3, H, W)
+        torch.from_numpy(labels.astype(np.int64)).to(device))                # (N,)
+            for images, labels in sets], classes
 
 
 # ── Shared by the four scripts: arguments, device, run folder, checkpoint, signals, optimiser ────
 
 MAY_CHANGE = {"preset", "resume", "out", "device", "compile", "eval_every", "data_dir", "workers",
-              "epochs", "test_sizes", "predict", "bench"}  # from a run to its resumption
+              "epochs", "test_sizes", "predict"}  # from a run to its resumption
 
 
 def fail(message):
@@ -340,12 +286,12 @@ def say(*words):
         print(*words, flush=True)
 
 
-def at_least(low, kind=int):
-    """An argparse type: a finite number, `low` or more."""
+def at_least(low, kind=int, high=2**31 - 1):
+    """An argparse type: a number from `low` to `high`."""
     def number(text):
         value = kind(text)
-        if not low <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} up")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} to {high}")
         return value
     return number
 
@@ -360,7 +306,7 @@ def common_flags():
     add("--preset", default="laptop", choices=PRESETS, help="values for the flags not given")
     add("--mixer", default="metala", choices=MIXERS, help="token mixer")
     add("--d-model", type=at_least(1), help="model width D")
-    add("--layers", type=at_least(1), help="number of blocks")
+    add("--layers", type=at_least(1, high=1000), help="number of blocks")
     add("--heads", type=at_least(1), help="number of heads H")
     add("--steps", type=at_least(1), help="training steps, instead of --epochs")
     add("--batch", type=at_least(1), help="images per step, of all processes together")
@@ -368,10 +314,10 @@ def common_flags():
     add("--warmup", type=at_least(0), help="steps of linear warm-up, before a cosine to zero")
     add("--weight-decay", type=at_least(0, float), help="of AdamW, on matrices only")
     add("--eval-every", type=at_least(1), help="steps between evaluations (and checkpoints)")
-    add("--seed", type=at_least(0), default=0, help="of weights, data and dropout")
+    add("--seed", type=at_least(0, high=2**63 - 1), default=0, help="of weights, data and dropout")
     add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="autocast's")
-    add("--compile", action="store_true", help="torch.compile the model")
+    add("--compile", action="store_true", help="torch.compile; on CUDA also one graph per step")
     add("--out", type=Path, default=f"runs/{SCRIPT}", help="run folder")
     add("--resume", action="store_true", help="continue the run in --out; same flags otherwise")
     return parser
@@ -387,24 +333,21 @@ def parse(parser, argv):
 def choose_device(args):
     """The device of --device; printed with the dtype and the reason."""
     there = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
-    name, reason = args.device, "as asked"
-    if name == "auto":
-        name, reason = ("cuda", "found") if there["cuda"] else ("cpu", "no CUDA device found")
+    auto = ("cuda", "found") if there["cuda"] else ("cpu", "no CUDA device found")
+    name, reason = auto if args.device == "auto" else (args.device, "as asked")
     if not there[name]:
         fail(f"--device {name}: not on this machine, or not in this build of torch")
-    if name == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
-        fail(f"process {LOCAL_RANK} of this host has no GPU: it has {torch.cuda.device_count()}")
     say(f"device {name} ({reason}), dtype {args.dtype}, {WORLD} process{'es' * (WORLD > 1)}")
     if name == "cuda":
+        if LOCAL_RANK >= torch.cuda.device_count():
+            fail(f"process {LOCAL_RANK} has no GPU: there are {torch.cuda.device_count()}")
         torch.cuda.set_device(LOCAL_RANK)
-        return torch.device(name, LOCAL_RANK)
     return torch.device(name)
 
 
 def autocast(args, device):
     """16-bit matrix products if --dtype asks for them; nothing for float32."""
-    dtype = getattr(torch, args.dtype)
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    return torch.autocast(device.type, getattr(torch, args.dtype), args.dtype != "float32")
 
 
 @contextlib.contextmanager
@@ -414,20 +357,21 @@ def run_folder(args):
         yield
         return
     try:
+        if args.resume and not (args.out / "checkpoint.pt").exists():
+            fail(f"--resume: there is no {args.out / 'checkpoint.pt'}")
         args.out.mkdir(parents=True, exist_ok=True)
-        lock = open(args.out / ".lock", "w")
-        if fcntl:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(args.out / ".lock", "w") as lock:
+            if fcntl:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not args.resume:
+                old = next(n for n in range(1, 10**9) if not list(args.out.glob(f"*.old.{n}.*")))
+                for path in [*args.out.glob("log.jsonl"), *args.out.glob("checkpoint.pt")]:
+                    print("kept:", path.rename(path.with_suffix(f".old.{old}{path.suffix}")))
+            yield
     except BlockingIOError:
         fail(f"another run is using {args.out}: wait for it, or give another --out")
-    except OSError as error:
-        fail(f"--out {args.out}: {error.strerror}")
-    with lock:
-        if not args.resume:
-            old = next(n for n in range(1, 10**9) if not list(args.out.glob(f"*.old.{n}.*")))
-            for path in filter(Path.exists, [args.out / "log.jsonl", args.out / "checkpoint.pt"]):
-                print("kept:", path.rename(path.with_suffix(f".old.{old}{path.suffix}")))
-        yield
+    except OSError as error:  # of the run itself too: a full disk, say
+        fail(f"--out {args.out}: {error}")
 
 
 @contextlib.contextmanager
@@ -447,15 +391,17 @@ def caught_signals():
 
 def save_checkpoint(args, model, optimizer, scaler, **progress):
     """All that an exact resumption needs. Killed at any moment, one whole checkpoint remains."""
+    if RANK > 0:
+        return
     content = dict(
-        progress, script=SCRIPT, args={**vars(args), "out": str(args.out),
-                                       "data_dir": str(args.data_dir), "predict": None},
+        progress, script=SCRIPT, args={**vars(args), "out": str(args.out)},
         model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
         rng=torch.get_rng_state(),
         cuda_rng=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
-    temporary = args.out / "checkpoint.pt.tmp"
+    temporary, buffer = args.out / "checkpoint.pt.tmp", io.BytesIO()
+    torch.save(content, buffer)  # not to the file: a full disk would be a RuntimeError
     with open(temporary, "wb") as file:
-        torch.save(content, file)
+        file.write(buffer.getbuffer())
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, args.out / "checkpoint.pt")
@@ -465,11 +411,9 @@ def read_checkpoint(path):
     """What `save_checkpoint` wrote."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        made_by = saved["script"]
-    except FileNotFoundError:
-        fail(f"there is no {path}: --out names the folder of an earlier run")
+        step, made_by = saved["step"], saved["script"]
     except Exception:  # torch.load raises many kinds; all mean the same to the user
-        fail(f"{path} is truncated, or not a checkpoint")
+        fail(f"{path} is missing, truncated, or not a checkpoint")
     if made_by != SCRIPT:
         fail(f"{path} was made by {made_by}")
     return saved
@@ -490,18 +434,22 @@ def load_checkpoint(args, model, optimizer, scaler):
     if saved["cuda_rng"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda_rng"])
     if RANK == 0 and log.exists():  # a kill may have torn its last line, or come before its save
-        lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
-        log.write_text("".join(x for x in lines if json.loads(x).get("step", -1) < saved["step"]))
+        try:
+            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
+            log.write_text("".join(x for x in lines
+                                   if json.loads(x).get("step", -1) < saved["step"]))
+        except (ValueError, AttributeError, TypeError):
+            fail(f"--resume: {log} has a line that is not a log's: remove it")
     return saved
 
 
 def write_log(args, **line):
     """Append one JSON line; the first of a file follows one with the arguments and versions."""
+    if RANK > 0:
+        return
     path = args.out / "log.jsonl"
-    lines = [line]
-    if not path.exists():
-        versions = dict(python=platform.python_version(), torch=torch.__version__)
-        lines.insert(0, dict(args=vars(args), processes=WORLD, **versions))
+    head = dict(args=vars(args), torch=torch.__version__, numpy=np.__version__)
+    lines = [line] if path.exists() else [head, line]
     with open(path, "a") as file:
         file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
 
@@ -547,12 +495,13 @@ def processes(device):
     dist.destroy_process_group()
 
 
-def gather(value):
-    """What each process gives. They wait here for each other, but not for their GPUs."""
-    values = [value] * WORLD
-    if WORLD > 1:
-        dist.all_gather_object(values, value)
-    return values
+def total(*numbers):
+    """Their sums over all processes, which wait here for each other, but not for their GPUs."""
+    if WORLD == 1:
+        return numbers
+    sums = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(sums)
+    return sums.tolist()
 
 
 # ── Plain PyTorch from here on: model, augmentation, evaluation, training ────────────────────────
@@ -583,218 +532,215 @@ class Classifier(nn.Module):
         self.stem = (conv_stem(D, args.patch) if args.stem == "conv"
                      else nn.Conv2d(3, D, args.patch, stride=args.patch))
         self.position = nn.Parameter(0.02 * torch.randn(1, D, grid, grid))
-        self.blocks = nn.ModuleList(
-            Block(D, args.heads, args.mixer, d_ff=3 * D, dropout=args.dropout, bidirectional=True,
-                  conv_size=args.conv) for _ in range(args.layers))
+        self.body = Backbone(D, args.layers, args.heads, args.mixer, 3 * D, args.dropout,
+                             bidirectional=True, conv_size=args.conv)
         self.head = nn.Linear(D, n_classes)
         nn.init.normal_(self.head.weight, std=D ** -0.5)
-        self.columns = args.scan == "both"
 
     def forward(self, images):
         x = self.stem(images.float() / 64 - 2)     # most data have a mean of 120, a deviation of 60
-        h, w = x.shape[2:]                                                   # (B, D, h, w)
-        position = self.position
-        if position.shape[2:] != (h, w):
-            position = F.interpolate(position, (h, w), mode="bicubic", antialias=True)
-        x = (x + position).flatten(2).transpose(1, 2)                        # (B, T = h·w, D)
-        for i, block in enumerate(self.blocks):
-            if i > 0 and self.columns:             # rows become columns, and columns rows again
-                x = x.unflatten(1, (h, w)).transpose(1, 2).flatten(1, 2)     # (B, T, D)
-                h, w = w, h
-            x, _ = block(x)
-        x = F.rms_norm(x.float(), x.shape[-1:], eps=1e-6)                    # (B, T, D)
+        position = self.position                                             # (1, D, h, w)
+        if position.shape[2:] != x.shape[2:]:
+            position = F.interpolate(position, x.shape[2:], mode="bicubic", antialias=True)
+        x, _ = self.body((x + position).flatten(2).transpose(1, 2))          # (B, T = h·w, D)
         return self.head(x.mean(1))                                          # (B, K)
 
 
-def prepare(args, device, n_classes):
-    """Model, optimiser and scaler, fresh."""
-    torch.manual_seed(args.seed)
+def build_model(args, n_classes):
     try:
-        model = Classifier(args, n_classes).to(device)
-    except (ValueError, TypeError) as error:
+        return Classifier(args, n_classes)
+    except (ValueError, TypeError, RuntimeError) as error:  # Runtime: too large for memory
         fail(error)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
-    return model, make_optimizer(model, args), scaler
 
 
-# Augmentation chooses a box in each image: centre x, y, width, height, as parts of the image's. So
-# what was squeezed into a square comes out in its own proportions. A negative width mirrors.
-
-def centre_box(args, aspect):
-    """For evaluation: the middle square; 7/8 of it for `folder`, as is the custom on ImageNet."""
-    part, half = 0.875 if args.data == "folder" else 1.0, torch.full_like(aspect, 0.5)
-    return torch.stack([half, half, part * (1 / aspect).clamp(max=1), part * aspect.clamp(max=1)])
-
-
-def random_box(args, aspect, u):
-    """For training, from random numbers u (B, 5), uniform on 0 … 1."""
-    if args.augment == "crop":       # 8-100 % of the area, from 3:4 to 4:3, anywhere inside
-        area, shape = 0.08 + 0.92 * u[:, 0], (4 / 3) ** (2 * u[:, 1] - 1)
-        w, h = (z.sqrt().clamp(max=1) for z in (area * shape / aspect, area / shape * aspect))
-        x, y = w / 2 + (1 - w) * u[:, 2], h / 2 + (1 - h) * u[:, 3]
-    else:                            # all, moved by whole pixels, by up to an eighth of the size
+def augment(args, images, u):
+    """Each image is cut out anew, as random numbers u (B, 7), uniform on 0 … 1, say."""
+    area, shape, x, y, mirror, *hole = u.T                     # each (B,)
+    if args.augment == "crop":      # 8-100 % of the area, from 3:4 to 4:3, anywhere inside
+        area, shape = 0.08 + 0.92 * area, (4 / 3) ** (2 * shape - 1)
+        w, h = (area * shape).sqrt().clamp(max=1), (area / shape).sqrt().clamp(max=1)
+        x, y = (1 - w) * (2 * x - 1), (1 - h) * (2 * y - 1)
+    else:                           # all, moved by whole pixels, by up to an eighth of the size
         reach = args.size // 8 if args.augment == "shift" else 0
-        x, y, w, h = centre_box(args, aspect)
-        x, y = (z + (((2 * reach + 1) * v).floor() - reach) / args.size
-                for z, v in ((x, u[:, 2]), (y, u[:, 3])))
-    return torch.stack([x, y, torch.where((u[:, 4] < 0.5) & args.flip, -w, w), h])
-
-
-def crop(images, box, size):
-    """The boxes (4, B), resampled to size × size; beyond its edges an image is mirrored."""
-    x, y, w, h = box[:, :, None, None]                                       # (B, 1, 1)
-    at = (torch.arange(size, device=images.device) + 0.5) / size - 0.5       # (size,)
-    where = torch.stack(torch.broadcast_tensors(x + w * at, y + h * at[:, None]), -1)
-    cut = F.grid_sample(images.float(), 2 * where - 1, padding_mode="reflection",
-                        align_corners=False)                                 # (B, 3, size, size)
-    return cut.round().byte()
-
-
-def cutout(images, side, u):
-    """Grey out a square, its side a part of the image's, its centre u (B, 2) anywhere."""
-    at = (torch.arange(images.shape[-1], device=images.device) + 0.5) / images.shape[-1]
-    x, y = ((z[:, None] - at).abs() < side / 2 for z in u.T)                 # (B, size)
-    return images.masked_fill((y[:, :, None] & x[:, None, :])[:, None], 128)
-
-
-def augment(args, images, aspect, step):
-    """The random numbers of the whole batch follow from the step; this process takes its own."""
-    u = np.random.default_rng([args.seed, AUGMENT, step]).random((args.batch, 7), np.float32)
-    u = torch.from_numpy(u[RANK::WORLD]).to(images.device, non_blocking=True)
-    return cutout(crop(images, random_box(args, aspect, u), args.size), args.cutout, u[:, 5:])
+        w = h = torch.ones_like(x)
+        x, y = (2 / args.size * (((2 * reach + 1) * z).floor() - reach) for z in (x, y))
+    w, zero = torch.where((mirror < 0.5) & args.flip, -w, w), torch.zeros_like(x)
+    theta = torch.stack([w, zero, x, zero, h, y], 1).view(-1, 2, 3)
+    where = F.affine_grid(theta, [len(u), 3, args.size, args.size], align_corners=False)
+    images = F.grid_sample(images.float(), where, padding_mode="reflection", align_corners=False)
+    at = (torch.arange(args.size, device=u.device) + 0.5) / args.size
+    column, row = ((z[:, None] - at).abs() < args.cutout / 2 for z in hole)  # (B, size)
+    return images.round().byte().masked_fill((row[:, :, None] & column[:, None])[:, None], 128)
 
 
 def order(args, n, start):
     """The row numbers of each batch from step `start` on, for ever: they follow from the seed."""
-    per_epoch = n // args.batch
-    for epoch in itertools.count(start // per_epoch):
-        rows = np.random.default_rng([args.seed, ORDER, epoch]).permutation(n)
-        for i in range(start % per_epoch, per_epoch):
-            yield rows[i * args.batch:(i + 1) * args.batch][RANK::WORLD]
-        start = 0
+    for step in itertools.count(start):
+        epoch, i = divmod(step, n // args.batch)
+        if i == 0 or step == start:
+            rows = np.random.default_rng([args.seed, ORDER, epoch]).permutation(n)
+        yield rows[i * args.batch:(i + 1) * args.batch][RANK::WORLD]
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # or every new shape would be compiled
 def evaluate(model, data, args, device, n_classes, size):
     """Metrics, and the confusion table (K, K): rows are the truth, columns the answers."""
     model.eval()
-    sums, table = torch.zeros(2, device=device), torch.zeros(n_classes ** 2, device=device)
-    rows = np.arange(RANK, len(data), WORLD)
-    share = args.batch // WORLD
-    chunks = (rows[i:i + share] for i in range(0, len(rows), share))
-    for images, labels, aspect in data.batches(chunks):
+    sums, table = torch.zeros(4, device=device), torch.zeros(n_classes, n_classes, device=device)
+    rows = np.array_split(np.arange(RANK, len(data), WORLD), -(-len(data) // args.batch))
+    for images, labels in batches(data, rows, args, device):
         with autocast(args, device):
-            logits = model(crop(images, centre_box(args, aspect), size)).float()     # (B, K)
-        best = logits.topk(min(5, n_classes)).indices                                # (B, 5)
+            logits = model(resized(images, size)).float()                    # (B, K)
+        best, known = logits.topk(min(5, n_classes)).indices, labels >= 0    # (B, 5), (B,)
+        right = best == labels[:, None]
         loss = F.cross_entropy(logits, labels, reduction="sum")
-        sums += torch.stack([loss, (best == labels[:, None]).sum()])
-        table.index_add_(0, labels.clamp(min=0) * n_classes + best[:, 0], (labels >= 0).float())
+        sums += torch.stack([loss, known.sum(), right[:, 0].sum(), right.sum()])
+        table.index_put_((labels.clamp(min=0), best[:, 0]), known.float(), accumulate=True)
     model.train()
-    (loss, top5), table = (sum(gather(x.cpu().double())) for x in (sums, table))
-    if (n := table.sum()) == 0:
+    loss, n, top1, top5 = total(*sums.tolist())
+    if n == 0:
         fail("none of the test images could be read")
-    table = table.view(n_classes, n_classes)
-    metrics = dict(loss=loss / n, accuracy=table.trace() / n)
-    metrics |= dict(top5=top5 / n) if n_classes >= 100 else {}
-    return {name: value.item() for name, value in metrics.items()}, table
+    metrics = dict(loss=loss / n, accuracy=top1 / n)
+    return metrics | (dict(top5=top5 / n) if n_classes >= 100 else {}), table
+
+
+def training_step(model, optimizer, scaler, args, device):
+    """A function that trains on a batch, its learning rate and the sum of its losses: both on the
+    device, so that the host never waits. With --compile on one GPU a step is one launch."""
+    if args.compile:  # block by block: equal blocks share one compilation of a few seconds
+        torch._dynamo.config.optimize_ddp = False  # it would cut the blocks up once more
+        for part in (model.stem, *model.body.blocks):
+            part.compile()
+    forward = nn.parallel.DistributedDataParallel(model) if WORLD > 1 else model
+    record = args.compile and device.type == "cuda" and WORLD == 1 and not scaler.is_enabled()
+    lr, losses = torch.zeros((), device=device), torch.zeros((), device=device)
+    for group in optimizer.param_groups:
+        group.update(lr=lr, capturable=record)
+
+    def step(images, labels, u):
+        images = augment(args, images, u)                                    # (B, 3, size, size)
+        with autocast(args, device):
+            logits = forward(images)                                         # (B, K)
+        loss = F.cross_entropy(logits.float(), labels, reduction="sum",      # unreadable: 0
+                               label_smoothing=args.label_smoothing) / len(labels)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.add_(loss.detach())
+    return recorded(step) if record else step, lr, losses
+
+
+def recorded(step):
+    """`step` as a CUDA graph, hundreds of kernels started at once. Three calls run as they are, to
+    compile and to allocate; the next is recorded. A recording always reads the same memory, so
+    that from then on a call copies its arguments there."""
+    torch.cuda.synchronize()
+    torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be recorded
+    warnings.filterwarnings("ignore", ".*capturable=True")  # the first calls need it as well
+    graph, warmup, memory = torch.cuda.CUDAGraph(), iter(range(3)), []
+
+    def call(*batch):
+        if next(warmup, None) is not None:
+            return step(*batch)
+        if not memory:
+            memory.extend(x.clone() for x in batch)
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(),
+                                  capture_error_mode="thread_local"):  # loaders have threads
+                step(*memory)
+        for old, new in zip(memory, batch):
+            old.copy_(new)
+        graph.replay()
+    return call
 
 
 def train(args, device):
     """One run, from the data to the final table."""
     if LOCAL_RANK > 0:
-        gather("the first process of this host has found or downloaded its files")
+        total(0)  # wait: the first process of this host may have to download its files
     (data, test), classes = load_data(args, device)
     if LOCAL_RANK == 0:
-        gather("so have I")
-    if not WORLD <= args.batch <= len(data) or args.batch % WORLD:
+        total(0)
+    if args.batch > len(data) or args.batch % WORLD:
         fail(f"--batch {args.batch}: expected a multiple of {WORLD}, up to {len(data)} (all data)")
     args.steps = args.steps or args.epochs * (len(data) // args.batch)
-    model, optimizer, scaler = prepare(args, device, len(classes))
+    torch.manual_seed(args.seed)
+    model = build_model(args, len(classes)).to(device)
+    optimizer = make_optimizer(model, args)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(data):,} training and "
         f"{len(test):,} test images in {len(classes)} classes")
 
     progress = functools.partial(tqdm, total=args.steps, desc=args.mixer, unit="step")
     with run_folder(args), caught_signals() as caught, progress(disable=RANK > 0) as bar:
-        run = dict(step=0, best=0.0, seconds=0.0, train_loss=None, images_per_second=0.0)
+        run = dict(step=0, best=0.0, seconds=0.0, train_loss=None, images_per_second=None)
         if args.resume:
             saved = load_checkpoint(args, model, optimizer, scaler)
             run = {name: saved[name] for name in run}
             bar.initial = bar.n = run["step"]
-        forward = nn.parallel.DistributedDataParallel(model) if WORLD > 1 else model
-        forward = torch.compile(forward) if args.compile else forward
-        batches = data.batches(order(args, len(data), run["step"]))
-        began, recent, rates = time.perf_counter() - run["seconds"], [], []
-        for step in range(run["step"], args.steps + 1):
-            last = step == args.steps
-            stop = max(gather(caught[0] if caught else 0))
-            pause = last or step % args.eval_every == 0 or stop > 0
-            if recent and (pause or step % 10 == 0):  # seldom: reading a loss waits for the GPU
-                losses = gather(torch.stack(recent).mean().item())
-                run["train_loss"] = check_finite(statistics.mean(losses), step)
-                rates.append(len(recent) * args.batch / (time.perf_counter() - mark))
-                run["images_per_second"] = statistics.median(rates)  # compilation is an outlier
-                recent.clear()
-                bar.set_postfix(loss=f"{run['train_loss']:.3f}", best=f"{run['best']:.1%}",
-                                refresh=False)
-            if pause:
-                run.update(step=step, seconds=time.perf_counter() - began)
-                if stop != signal.SIGTERM:  # which is in a hurry
+        train_step, lr, losses = training_step(model, optimizer, scaler, args, device)
+        start = before = run["step"]
+        loader = batches(data, order(args, len(data), start), args, device)
+        resumed = time.perf_counter()
+        began = resumed - run["seconds"]
+        for step in range(start, args.steps + 1):
+            interrupted, terminated = total(signal.SIGINT in caught, signal.SIGTERM in caught)
+            stop = interrupted or terminated
+            if step == args.steps or step % args.eval_every == 0 or stop:
+                if step > before:  # reading the losses waits for the GPU, so here only
+                    mean, = total(losses.item() / (step - before) / WORLD)
+                    run["train_loss"] = check_finite(mean, step)
+                    losses.zero_()
+                now = time.perf_counter()
+                if before > start:  # the first steps compile: they say nothing about speed
+                    run["images_per_second"] = round((step - before) * args.batch / (now - resumed))
+                run.update(step=step, seconds=now - began)
+                if not terminated:  # which is in a hurry
                     metrics, table = evaluate(model, test, args, device, len(classes), args.size)
                     check_finite(metrics["loss"], step)
                     run["best"] = max(run["best"], metrics["accuracy"])
-                    if RANK == 0:
-                        write_log(args, **run, **metrics)
-                if RANK == 0:
-                    save_checkpoint(args, model, optimizer, scaler, classes=classes, **run)
-                if last or stop:
+                    write_log(args, **run, **metrics)
+                    bar.set_postfix_str(f"loss {metrics['loss']:.3f}, best {run['best']:.1%}")
+                save_checkpoint(args, model, optimizer, scaler, classes=classes, **run)
+                if step == args.steps or stop:
                     break
-
-            if not recent:
-                mark = time.perf_counter()
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, args)
-            images, labels, aspect = next(batches)     # (B, 3, H, W), (B,), (B,)
-            images = augment(args, images, aspect, step)                     # (B, 3, size, size)
-            with autocast(args, device):
-                logits = forward(images)                                     # (B, K)
-            loss = F.cross_entropy(logits.float(), labels, reduction="sum",  # unreadable: 0
-                                   label_smoothing=args.label_smoothing) / len(labels)
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            recent.append(loss.detach())
+                before, resumed = step, time.perf_counter()
+            lr.fill_(learning_rate(step, args))
+            u = np.random.default_rng([args.seed, AUGMENT, step]).random((args.batch, 7), "f")
+            u = torch.from_numpy(u[RANK::WORLD]).to(device, non_blocking=True)
+            train_step(*next(loader), u)
             bar.update()
-
     if stop:
         say(f"stopped after {step} steps, best accuracy {run['best']:.1%}; --resume continues")
-        raise SystemExit(128 + stop)
+        raise SystemExit(128 + (signal.SIGINT if interrupted else signal.SIGTERM))
+    return report(args, run | metrics, table, model, data, test, classes)
+
+
+def report(args, result, table, model, data, test, classes):
+    """The confusion table, the metrics, what could not be read, the accuracy at other sizes."""
     if len(classes) <= 16:
-        print_table(table, classes)
-    say(f"test accuracy {metrics['accuracy']:.2%} after {step} steps, {run['seconds']:.0f} s; "
-        f"{run['images_per_second']:.0f} images/s in training" +
-        (f"; among the first five: {metrics['top5']:.2%}" if "top5" in metrics else ""))
-    for name, part in (("training", data), ("test", test)):
-        names = sorted(str(part.paths[i]) for i in set().union(*gather(set(part.unreadable))))
-        if names:
+        width = max(map(len, classes))
+        say("taken for".rjust(width), *(name[:5].rjust(5) for name in classes))
+        for name, row in zip(classes, np.reshape(total(*table.flatten().tolist()), table.shape)):
+            say(name.rjust(width), *(f"{n:.0f}".rjust(5) if n else "    ·" for n in row))
+    say(f"test accuracy {result['accuracy']:.2%}" +
+        (f" ({result['top5']:.2%} among the first five)" if "top5" in result else "") +
+        f" after {result['step']} steps, {result['seconds']:.0f} s; "
+        f"{result['images_per_second'] or 'no'} images/s in training")
+    for name, part in (("training", data), ("test", test)) if args.data == "folder" else ():
+        bad = [part.bad] * WORLD
+        if WORLD > 1:
+            dist.all_gather_object(bad, part.bad)
+        if names := [str(part.paths[i]) for i in sorted(set().union(*bad))]:
             say(f"{len(names)} unreadable {name} images were left out:", *names[:10])
-    result = metrics | dict(steps=step, seconds=run["seconds"], best=run["best"],
-                            images_per_second=run["images_per_second"])
     for size in args.test_sizes:
-        metrics, _ = evaluate(model, test, args, device, len(classes), size)
+        metrics, _ = evaluate(model, test, args, table.device, len(classes), size)
         result[f"accuracy_{size}"] = metrics["accuracy"]
         say(f"test accuracy at size {size}: {metrics['accuracy']:.2%}")
-    return result
-
-
-def print_table(table, classes):
-    """Rows: what it is; columns: what it was taken for."""
-    width = max(map(len, classes))
-    say(" " * width, *(name[:5].rjust(5) for name in classes))
-    for name, row in zip(classes, table.int().tolist()):
-        say(name.rjust(width), *(str(n or "·").rjust(5) for n in row))
+    return result | dict(steps=result["step"])
 
 
 @torch.no_grad()
@@ -802,76 +748,55 @@ def predict(args, device):
     """Print the likeliest classes of each file, by the checkpoint in --out."""
     saved = read_checkpoint(args.out / "checkpoint.pt")
     trained, classes = argparse.Namespace(**saved["args"] | dict(workers=0)), saved["classes"]
-    model, _, _ = prepare(trained, device, len(classes))
+    model = build_model(trained, len(classes)).to(device).eval()
     model.load_state_dict(saved["model"])
-    files, answers = Files(args.predict, [0] * len(args.predict), trained, device), {}
-    for path, (image, label, aspect) in zip(
-            args.predict, files.batches(np.arange(len(files))[:, None])):
+    files, answers = Files(args.predict, [0] * len(args.predict), trained), {}
+    one_by_one = batches(files, np.arange(len(files))[:, None], trained, device)
+    for path, (image, label) in zip(args.predict, one_by_one):
         if label >= 0:
             with autocast(trained, device):
-                logits = model.eval()(crop(image, centre_box(trained, aspect), trained.size))
+                logits = model(resized(image, trained.size))                 # (1, K)
             p, which = logits[0].float().softmax(-1).topk(min(3, len(classes)))
             say(f"{path}:", ", ".join(f"{classes[k]} {x:.1%}" for k, x in zip(which, p)))
             answers[str(path)] = classes[which[0]]
-    if files.unreadable:
-        fail(f"{len(files.unreadable)} of {len(files)} files could not be read as images")
+    if files.bad:
+        fail(f"{len(files.bad)} of {len(files)} files could not be read as images")
     return answers
-
-
-def bench(args, device):
-    """Images/s in training by image size, about the same number of tokens a step. Attention comes
-    as it is in DeiT, without a convolution."""
-    rate = {}
-    sizes = args.bench or [224, 512, 1024]
-    for size in sizes:
-        for mixer in ("metala", "attention"):
-            one = argparse.Namespace(**vars(args) | dict(
-                data="synthetic", size=size, mixer=mixer, conv=args.conv * (mixer == "metala"),
-                batch=max(WORLD, args.batch * args.size ** 2 // size ** 2 // WORLD * WORLD),
-                steps=args.steps or 60, resume=False, out=args.out / f"{mixer}-{size}"))
-            rate[mixer, size] = train(one, device)["images_per_second"]
-            torch._dynamo.reset()
-    for size in sizes:
-        say(f"{size} × {size}, {(size // args.patch) ** 2} tokens: metala "
-            f"{rate['metala', size]:.0f} images/s, attention {rate['attention', size]:.0f}, "
-            f"ratio {rate['metala', size] / rate['attention', size]:.2f}")
-    return {f"{mixer}_{size}": value for (mixer, size), value in rate.items()}
 
 
 def main(argv=None):
     parser = common_flags()
     add = parser.add_argument
     add("--data", choices=["shapes", "mnist", "cifar10", "folder", "synthetic"], help="data set")
-    add("--data-dir", type=Path, default="data", help="holds train/CLASS/* and val/CLASS/*, or "
-        "mnist/* and cifar-10-batches-bin/*, which are downloaded if missing")
+    add("--data-dir", default="data", help="holds train/CLASS/* and val/CLASS/*, or mnist/* and "
+        "cifar-10-batches-bin/*, which are downloaded if missing")
     add("--examples", type=at_least(1), default=30_000, help="training images of shapes")
     add("--test-examples", type=at_least(1), default=2000, help="test images of shapes")
     add("--workers", type=at_least(0), default=8, help="processes that decode image files")
     add("--size", type=at_least(1), help="height and width that images are brought to")
     add("--patch", type=at_least(1), help="height and width of a patch, which is one token")
     add("--stem", choices=["patch", "conv"], help="what makes a token of a patch: see conv_stem")
-    add("--scan", choices=["rows", "both"], help="tokens by rows, or in turn by columns")
     add("--conv", type=at_least(0), default=3, help="width of every mixer's convolution; 0: none")
-    add("--dropout", type=at_least(0, float), help="in every block")
+    add("--dropout", type=at_least(0, float, high=1), help="in every block")
     add("--epochs", type=at_least(1), help="passes over the training images")
-    add("--augment", choices=["none", "shift", "crop"], help="see random_box")
+    add("--augment", choices=["none", "shift", "crop"], help="see `augment`")
     add("--flip", action=argparse.BooleanOptionalAction, help="mirror half of the images")
     add("--cutout", type=at_least(0, float), help="side of a greyed-out square, in images")
-    add("--label-smoothing", type=at_least(0, float), help="share of the target spread evenly")
+    add("--label-smoothing", type=at_least(0, float, high=1), help="of the target, spread evenly")
     add("--test-sizes", type=at_least(1), nargs="*", default=[], metavar="SIZE",
         help="image sizes at which to test once more at the end")
     add("--predict", type=Path, nargs="+", metavar="FILE", help="classify images, train nothing")
-    add("--bench", type=at_least(1), nargs="*", metavar="SIZE",
-        help="training speed against attention at these image sizes; 224 512 1024 if none is given")
     args = parse(parser, argv)
     device = choose_device(args)
-    if args.predict:
-        return predict(args, device)
     try:
+        if args.predict:
+            return predict(args, device)
         with processes(device):
-            return train(args, device) if args.bench is None else bench(args, device)
-    except FloatingPointError as error:
-        fail(error)
+            return train(args, device)
+    except (FloatingPointError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+            raise
+        fail(str(error).partition("\n")[0])
 
 
 if __name__ == "__main__":
