@@ -20,18 +20,16 @@ import codecs
 import contextlib
 import functools
 import hashlib
+import io
 import json
 import math
 import os
-import platform
 import re
 import signal
 import sysconfig
 import time
-import urllib.request
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,8 +52,8 @@ RANK, LOCAL_RANK, WORLD = (int(os.environ.get(name, default)) for name, default 
 
 # A tied head would start by predicting each token after itself: new blocks change little.
 LAPTOP = dict(data="builtin", vocab_size=256, length=256, val_windows=200, d_model=128, layers=4,
-              heads=4, d_ff=320, tie=False, dropout=0.0, steps=1200, batch=8, micro_batch=0, lr=3e-3,
-              warmup=100, beta2=0.99, weight_decay=0.1, eval_every=300, dtype="float32",
+              heads=4, d_ff=320, tie=False, dropout=0.0, steps=1200, batch=8, micro_batch=0,
+              lr=3e-3, warmup=100, beta2=0.99, weight_decay=0.1, eval_every=300, dtype="float32",
               recompute=False)
 # nanoGPT's baby setting. It overfits before step 2,000, so the cosine ends soon after that.
 SHAKESPEARE = LAPTOP | dict(data="shakespeare", val_windows=0, d_model=384, layers=6, heads=6,
@@ -82,124 +80,88 @@ KNOWN = {  # name: where it is, the file's name under --data-dir, the file's SHA
         "enwik8", "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8")}
 
 
-class Text(NamedTuple):
-    tokens: np.ndarray  # (N,)  uint8 for bytes, uint16 for ids
-    name: str           # the file, for error messages
-    first: int = 0      # the place of tokens[0] in that file
-
-
 def load_data(args):
-    """The text to train on, and the text to validate with: the last 10%, or what is usual.
-
-    Bytes set --vocab-size to 256."""
-    if LOCAL_RANK == 0 and args.data in KNOWN:
-        download(args)
-    total()  # the other processes of this host wait here for the file
-    path = Path(args.data)
+    """All tokens in one row, and where the part that is held out begins: at 90%, in a folder of its
+    files. A file is mapped into memory, not read. Bytes set --vocab-size to 256."""
+    path = Path(sysconfig.get_paths()["stdlib"] if args.data == "builtin" else args.data)
     if args.data in KNOWN:
         path = Path(args.data_dir, KNOWN[args.data][1])
-    elif args.data == "builtin":
-        path = Path(sysconfig.get_paths()["stdlib"])
-    elif (path / "train.bin").is_file():
-        path = path / "train.bin"
-    if path.suffix != ".bin":
-        args.vocab_size = 256
+        if LOCAL_RANK == 0:
+            download(path, *KNOWN[args.data])
+        total()  # the other processes of this host wait here for the file
+    dtype = np.dtype("<u2" if path.suffix == ".bin" else "u1")
+    args.vocab_size = args.vocab_size if path.suffix == ".bin" else 256
     try:
         if path.is_dir():
             return read_folder(path, only_python=args.data == "builtin")
-        whole = open_file(path)
-        if path.name == "train.bin" and path.with_name("val.bin").is_file():
-            return whole, open_file(path.with_name("val.bin"))
+        size = path.stat().st_size
+        if size == 0 or size % dtype.itemsize:
+            fail(f"--data {path}: " + ("the file is empty" if size == 0 else
+                 f"its last byte, at {size - 1}, is half a token; each has 2 bytes"))
+        tokens = np.memmap(path, dtype, "r")                                 # (N,)
     except OSError as error:
-        fail(f"--data {args.data}: {error.filename}: {error.strerror}")
-    cut, end = len(whole.tokens) * 9 // 10, len(whole.tokens)
-    if args.data == "enwik8":
-        end = 95_000_000  # what comes after is its test set
-    return whole._replace(tokens=whole.tokens[:cut]), Text(whole.tokens[cut:end], whole.name, cut)
-
-
-def open_file(path):
-    """A file as bytes; if it ends in .bin as 16-bit ids, little-endian as nanoGPT writes them."""
-    dtype, size = np.dtype("<u2" if path.suffix == ".bin" else "u1"), path.stat().st_size
-    if size == 0:
-        fail(f"{path} is empty")
-    if size % dtype.itemsize:
-        fail(f"{path}: its last byte, at {size - 1}, is half a token; each has 2 bytes")
-    return Text(np.memmap(path, dtype, "r"), str(path))
+        fail(f"--data {path}: {error.strerror}")
+    end = 95_000_000 if args.data == "enwik8" else None  # what comes after is its test set
+    return tokens[:end], len(tokens) * 9 // 10
 
 
 def read_folder(root, only_python):
-    """The bytes of all files, by path; the last 10% of the files are for validation."""
-    def joined(files):
-        return Text(np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8), str(root))
+    """The bytes of all files, by path."""
     skip = {"site-packages", "dist-packages", "test", "tests"} if only_python else set()
     files = []
     for folder, inside, names in os.walk(root):
         inside[:] = [name for name in inside if name[0] != "." and name not in skip]
         files += [Path(folder, name) for name in names
                   if name[0] != "." and (name.endswith(".py") or not only_python)]
-    files.sort()
-    cut = len(files) * 9 // 10
-    if cut == 0:
-        fail(f"{root} has too few files ({len(files)}) to train on some and validate with others")
-    return joined(files[:cut]), joined(files[cut:])
+    contents = [file.read_bytes() for file in sorted(files)]
+    cut = sum(map(len, contents[:len(files) * 9 // 10]))
+    return np.frombuffer(b"".join(contents), np.uint8), cut
 
 
-def download(args):
-    """See that a known set lies under --data-dir, whole and unchanged."""
-    url, name, sha256 = KNOWN[args.data]
-    path = Path(args.data_dir, name)
+def download(path, url, name, sha256):
+    """See that a known set lies there, whole and unchanged."""
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f"{name}.{RANK}.tmp")
-            with urllib.request.urlopen(url, timeout=60) as source, open(temporary, "wb") as file:
-                size = int(source.headers["Content-Length"] or 0) or None
-                with tqdm(total=size, desc=name, unit="B", unit_scale=True) as bar:
-                    while block := source.read(1 << 16):
-                        file.write(block)
-                        bar.update(len(block))
+            fetched = path.with_name(name + ".fetched")
+            torch.hub.download_url_to_file(url, fetched)
             if url.endswith(".zip"):
-                with zipfile.ZipFile(temporary) as archive:
-                    content = archive.read(name)
-                temporary.write_bytes(content)
-            os.replace(temporary, path)
+                fetched.write_bytes(zipfile.ZipFile(fetched).read(name))
+            os.replace(fetched, path)
         found = hashlib.sha256(path.read_bytes()).hexdigest()
-    except (OSError, zipfile.BadZipFile) as error:
-        fail(f"--data {args.data}: {error} (from {url}; or put the file there yourself: {path})")
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        fail(f"{error} (from {url}; or put the file there yourself: {path})")
     if found != sha256:
         fail(f"{path}: SHA-256 is {found}, expected {sha256}; remove the file to download it again")
 
 
-def check_ids(text, begin, end, args):
+def check_ids(tokens, begin, end, args):
     """Every token must be in the vocabulary; an id on the GPU that is not would be a riddle."""
-    tokens = text.tokens[begin:end]
-    if tokens.max() >= args.vocab_size:
-        at = begin + int((tokens >= args.vocab_size).argmax())
-        fail(f"{text.name}: token {text.tokens[at]} at byte "
-             f"{(text.first + at) * text.tokens.itemsize} is not below --vocab-size "
-             f"{args.vocab_size}")
+    for at in begin + np.flatnonzero(tokens[begin:end] >= args.vocab_size)[:1]:
+        fail(f"--data {args.data}: token {tokens[at]} at byte {at * tokens.itemsize} is not below "
+             f"--vocab-size {args.vocab_size}")
 
 
-def windows(text, starts, length, args, device):
+def windows(tokens, starts, length, args, device):
     """Windows of length + 1 tokens from each of `starts`: inputs, and the same moved by one."""
-    for i in starts:
-        check_ids(text, i, i + length + 1, args)
-    rows = np.stack([text.tokens[i:i + length + 1] for i in starts])         # (B, T + 1)
-    rows = torch.from_numpy(rows.astype(np.int64))
+    for start in starts:
+        check_ids(tokens, start, start + length + 1, args)
+    rows = tokens[starts[:, None] + np.arange(length + 1)]                   # (B, T + 1)
+    rows = torch.from_numpy(np.asarray(rows, np.int64))
     return (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
 
 
 # ── Shared by the four scripts: arguments, device, run folder, checkpoint, signals, optimiser ────
 
 MAY_CHANGE = {"preset", "resume", "out", "device", "compile", "eval_every", "data_dir",
-              "micro_batch", "recompute", "model", "sample", "tokens", "temperature", "top_k",
-              "eval_length", "bench"}  # from a run to its resumption
+              "micro_batch", "recompute", "model", "sample", "tokens", "temperature", "eval_length",
+              "bench"}  # from a run to its resumption
 
 
 def fail(message):
     """A user's mistake ends the script with one line and exit status 1."""
-    raise SystemExit(f"{SCRIPT}: {message}" if LOCAL_RANK == 0 else 1)  # once a host, not N times
+    alone = LOCAL_RANK > 0 and not dist.is_initialized()  # before that, all have the same to say
+    raise SystemExit(1 if alone else f"{SCRIPT}: {message}")
 
 
 def say(*words):
@@ -208,12 +170,12 @@ def say(*words):
         print(*words, flush=True)
 
 
-def at_least(low, kind=int):
-    """An argparse type: a finite number, `low` or more."""
+def at_least(low, kind=int, high=2**31 - 1):
+    """An argparse type: a number from `low` to `high`."""
     def number(text):
         value = kind(text)
-        if not low <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} up")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} to {high}")
         return value
     return number
 
@@ -228,7 +190,7 @@ def common_flags():
     add("--preset", default="laptop", choices=PRESETS, help="values for the flags not given")
     add("--mixer", default="metala", choices=MIXERS, help="token mixer")
     add("--d-model", type=at_least(1), help="model width D")
-    add("--layers", type=at_least(1), help="number of blocks")
+    add("--layers", type=at_least(1, high=1000), help="number of blocks")
     add("--heads", type=at_least(1), help="number of heads H")
     add("--steps", type=at_least(1), help="training steps")
     add("--batch", type=at_least(1), help="sequences per step")
@@ -236,7 +198,7 @@ def common_flags():
     add("--warmup", type=at_least(0), help="steps of linear warm-up, before a cosine to zero")
     add("--weight-decay", type=at_least(0, float), help="of AdamW, on matrices only")
     add("--eval-every", type=at_least(1), help="steps between evaluations (and checkpoints)")
-    add("--seed", type=at_least(0), default=0, help="of weights, data and dropout")
+    add("--seed", type=at_least(0, high=2**63 - 1), default=0, help="of weights, data and dropout")
     add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="autocast's")
     add("--compile", action="store_true", help="torch.compile the training step")
@@ -255,9 +217,8 @@ def parse(parser, argv):
 def choose_device(args):
     """The device of --device; printed with the dtype and the reason."""
     there = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
-    name, reason = args.device, "as asked"
-    if name == "auto":
-        name, reason = ("cuda", "found") if there["cuda"] else ("cpu", "no CUDA device found")
+    auto = ("cuda", "found") if there["cuda"] else ("cpu", "no CUDA device found")
+    name, reason = auto if args.device == "auto" else (args.device, "as asked")
     if not there[name]:
         fail(f"--device {name}: not on this machine, or not in this build of torch")
     if name == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
@@ -265,38 +226,37 @@ def choose_device(args):
     say(f"device {name} ({reason}), dtype {args.dtype}, {WORLD} process{'es' * (WORLD > 1)}")
     if name == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
-        return torch.device(name, LOCAL_RANK)
     return torch.device(name)
 
 
 def autocast(args, device):
     """16-bit matrix products if --dtype asks for them; nothing for float32."""
-    dtype = getattr(torch, args.dtype)
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    return torch.autocast(device.type, getattr(torch, args.dtype), args.dtype != "float32")
 
 
 @contextlib.contextmanager
 def run_folder(args):
     """Create --out and hold its lock: one run per folder. Earlier results are moved aside."""
-    if RANK > 0:  # all writing is done by process 0
-        yield
-        return
     try:
+        if args.resume and not (args.out / "checkpoint.pt").exists():
+            fail(f"--resume: there is no {args.out / 'checkpoint.pt'}")
+        if RANK > 0:  # all writing is done by process 0
+            yield
+            return
         args.out.mkdir(parents=True, exist_ok=True)
-        lock = open(args.out / ".lock", "w")
-        if fcntl:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(args.out / ".lock", "w") as lock:
+            if fcntl:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not args.resume:
+                old = next(n for n in range(1, 10**9) if not list(args.out.glob(f"*.old.{n}.*")))
+                names = "log.jsonl", "checkpoint.pt", "best.pt"
+                for path in filter(Path.exists, (args.out / name for name in names)):
+                    print("kept:", path.rename(path.with_suffix(f".old.{old}{path.suffix}")))
+            yield
     except BlockingIOError:
         fail(f"another run is using {args.out}: wait for it, or give another --out")
-    except OSError as error:
-        fail(f"--out {args.out}: {error.strerror}")
-    with lock:
-        if not args.resume:
-            old = next(n for n in range(1, 10**9) if not list(args.out.glob(f"*.old.{n}.*")))
-            names = "log.jsonl", "checkpoint.pt", "best.pt"
-            for path in filter(Path.exists, (args.out / name for name in names)):
-                print("kept:", path.rename(path.with_suffix(f".old.{old}{path.suffix}")))
-        yield
+    except OSError as error:  # of the run itself too: a full disk, say
+        fail(f"--out {args.out}: {error}")
 
 
 @contextlib.contextmanager
@@ -315,7 +275,8 @@ def caught_signals():
 
 
 def save_checkpoint(args, model, optimizer, scaler, is_best, **progress):
-    """All that an exact resumption needs. Killed at any moment, one whole checkpoint remains."""
+    """All that an exact resumption needs; the best weights in a file of their own. Killed at any
+    moment, one whole checkpoint remains."""
     if RANK > 0:
         return
     content = dict(
@@ -323,14 +284,12 @@ def save_checkpoint(args, model, optimizer, scaler, is_best, **progress):
         model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
         rng=torch.get_rng_state(),
         cuda_rng=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
-    files = {"checkpoint.pt": content}
-    if is_best:
-        weights = {name: content[name] for name in ("script", "step", "args", "model")}
-        files = {"best.pt": weights, **files}
-    for name, x in files.items():
-        temporary = args.out / (name + ".tmp")
+    weights = {name: content[name] for name in ("script", "step", "args", "model")}
+    for name, x in [("best.pt", weights)] * is_best + [("checkpoint.pt", content)]:
+        temporary, buffer = args.out / f"{name}.tmp", io.BytesIO()
+        torch.save(x, buffer)  # not to the file: a full disk would be a RuntimeError
         with open(temporary, "wb") as file:
-            torch.save(x, file)
+            file.write(buffer.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, args.out / name)
@@ -339,7 +298,7 @@ def save_checkpoint(args, model, optimizer, scaler, is_best, **progress):
 def read_checkpoint(path):
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        step, made_by = saved["step"], saved["script"]
+        made_by, _, _ = saved["script"], saved["step"], saved["args"]
     except FileNotFoundError:
         fail(f"there is no {path}")
     except Exception:  # torch.load raises many kinds; all mean the same to the user
@@ -364,8 +323,12 @@ def load_checkpoint(args, model, optimizer, scaler):
     if saved["cuda_rng"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda_rng"])
     if log.exists() and RANK == 0:  # a kill may have torn its last line, or come before a save
-        lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
-        log.write_text("".join(x for x in lines if json.loads(x).get("step", -1) < saved["step"]))
+        try:
+            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
+            kept = [line for line in lines if json.loads(line).get("step", -1) < saved["step"]]
+            log.write_text("".join(kept))
+        except (ValueError, AttributeError, TypeError):
+            fail(f"--resume: {log} has a line that is not a log's: remove it")
     return saved
 
 
@@ -374,10 +337,8 @@ def write_log(args, **line):
     if RANK > 0:
         return
     path = args.out / "log.jsonl"
-    lines = [line]
-    if not path.exists():
-        versions = dict(python=platform.python_version(), torch=torch.__version__)
-        lines.insert(0, dict(args=vars(args), **versions))
+    head = dict(args=vars(args), torch=torch.__version__, numpy=np.__version__)
+    lines = [line] if path.exists() else [head, line]
     with open(path, "a") as file:
         file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
 
@@ -407,23 +368,6 @@ def check_finite(loss, step):
     return loss
 
 
-@contextlib.contextmanager
-def processes(device):
-    """Join the other processes of torchrun, if there are any; end with them."""
-    if WORLD == 1:
-        yield
-        return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield
-    except RuntimeError as error:
-        if not re.search("by peer|Broken pipe|DistBackendError", repr(error)):
-            raise
-        raise SystemExit(f"{SCRIPT}: process {RANK} stops, for another one of this job has died; "
-                         "--resume continues from the last checkpoint") from None
-    dist.destroy_process_group()
-
-
 def total(*numbers):
     """Their sums over all processes, which wait here for each other, but not for their GPUs."""
     if WORLD == 1:
@@ -446,83 +390,41 @@ def build_model(args):
         fail(error)
 
 
-def run_block(block, x):
-    return block(x)[0]                                                       # (B, T, D)
-
-
-def mean_loss(head, x, targets):
-    return F.cross_entropy(head(x).float().flatten(0, 1), targets.flatten())
-
-
 class TrainingLoss(torch.nn.Module):
     """Windows (B, T + 1) in, the mean of -log p(next token) out: what every step minimises.
 
     --compile works block by block: equal blocks share one compilation of a few seconds, and with
-    several processes the gradients of one block travel while those of the next are computed.
-    --recompute keeps a block's input only, and runs the block again when its gradients are due.
+    several processes the gradients of one block travel while those of the next are computed. The
+    float32 logits then exist in registers only. --recompute keeps nothing of a block but its
+    input, and runs the block again when its gradients are due.
     """
 
     def __init__(self, model, args):
         super().__init__()
-        self.model, self.run_block, self.mean_loss = model, run_block, mean_loss
+        self.model = model
         if args.compile:
             torch._dynamo.config.optimize_ddp = False  # it would cut the blocks up once more
-            self.run_block, self.mean_loss = torch.compile(run_block), torch.compile(mean_loss)
+            # Below 1: keep what matrix products and the kernel made, form again what is cheap. It
+            # moves fewer bytes, and halves what a block of MetaLA keeps for the backward pass.
+            torch._functorch.config.activation_memory_budget = 0.99
+            self.run_block, self.mean_loss = (
+                torch.compile(f, dynamic=False) for f in (self.run_block, self.mean_loss))
         if args.recompute:
             self.run_block = functools.partial(checkpoint, self.run_block, use_reentrant=False)
+
+    @staticmethod
+    def run_block(block, x):
+        return block(x)[0]                                                   # (B, T, D)
+
+    @staticmethod
+    def mean_loss(head, x, targets):
+        return F.cross_entropy(head(rms_norm(x)).float().flatten(0, 1), targets.flatten())
 
     def forward(self, rows):
         x = self.model.drop(self.model.embed(rows[:, :-1]))                  # (B, T, D)
         for block in self.model.body.blocks:
             x = self.run_block(block, x)
-        return self.mean_loss(self.model.head, rms_norm(x), rows[:, 1:])
-
-
-def flops_per_token(model, args):
-    """Forward and backward: 6 per weight, and 6 per layer, channel and position that attention
-    looks back at. (Embedding is a lookup; the work on a linear state, some 3%, is left out.)"""
-    weights = sum(p.numel() for p in model.parameters())
-    if not args.tie:
-        weights -= model.embed.weight.numel()
-    return 6 * (weights + (args.mixer == "attention") * args.layers * args.length * args.d_model)
-
-
-def per_pass(args):
-    """Sequences that one process puts through the model at once."""
-    share = args.batch // WORLD
-    return min(args.micro_batch or share, share)
-
-
-def in_words(loss, args):
-    bits = f" = {loss / math.log(2):.4f} bits per byte" if args.vocab_size == 256 else ""
-    return f"{loss:.4f}{bits}"
-
-
-def losses(model, rows, args, states=None):
-    """-log p of each next token (B, T) for windows (B, T + 1), and the states after them."""
-    with autocast(args, rows.device):
-        x, states = model.features(rows[:, :-1], states=states)              # (B, T, D)
-        logits = model.head(x).float()                                       # (B, T, vocab)
-    loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
-    return loss.view(len(rows), -1), states
-
-
-@torch.no_grad()
-def evaluate(model, text, args, device):
-    """The mean loss over windows that do not overlap, each from an empty state: all of them, or
-    --val-windows spread evenly. Each process takes its share."""
-    count = (len(text.tokens) - 1) // args.length
-    chosen = np.linspace(0, count - 1, min(args.val_windows or count, count)).astype(int)
-    chosen, size = args.length * chosen[RANK::WORLD], per_pass(args)
-    model.eval()
-    loss, tokens = 0.0, 0
-    for i in range(0, len(chosen), size):
-        rows = windows(text, chosen[i:i + size], args.length, args, device)  # (B, T + 1)
-        loss += losses(model, rows, args)[0].sum().item()
-        tokens += rows[:, 1:].numel()
-    model.train()
-    loss, tokens = total(loss, tokens)
-    return loss / tokens
+        return self.mean_loss(self.model.head, x, rows[:, 1:])
 
 
 def update(training_loss, optimizer, scaler, rows, args):
@@ -530,7 +432,7 @@ def update(training_loss, optimizer, scaler, rows, args):
 
     Gradients add up over the passes, and are averaged over the processes in the last of them."""
     optimizer.zero_grad()
-    loss, parts = 0.0, rows.split(per_pass(args))
+    loss, parts = 0.0, rows.split(args.micro_batch)
     for part in parts:
         waits = WORLD > 1 and part is not parts[-1]
         with training_loss.no_sync() if waits else contextlib.nullcontext():
@@ -545,40 +447,70 @@ def update(training_loss, optimizer, scaler, rows, args):
     return loss
 
 
+@torch.no_grad()
+def evaluate(model, tokens, begin, length, most, args, device):
+    """-log p by position, (length,): the mean over at most so many windows (0: all) that do not
+    overlap, spread evenly from `begin` on. Each starts from an empty state, which is carried from
+    one piece of the training length to the next. Each process takes its share of the windows."""
+    count = (len(tokens) - begin - 1) // length
+    starts = begin + length * np.linspace(0, count - 1, min(most or count, count)).astype(int)
+    mine, loss = starts[RANK::WORLD], torch.zeros(length, dtype=torch.float64)
+    model.eval()
+    for i in range(0, len(mine), args.micro_batch):
+        rows, states = windows(tokens, mine[i:i + args.micro_batch], length, args, device), None
+        for at in range(0, length, args.length):
+            inputs, targets = rows[:, at:-1][:, :args.length], rows[:, at + 1:][:, :args.length]
+            with autocast(args, device):
+                x, states = model.features(inputs, states=states)            # (B, T, D)
+                logits = model.head(x).float()                               # (B, T, vocab)
+            found = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+            loss[at:at + args.length] += found.view(targets.shape).sum(0).cpu()
+    model.train()
+    return np.array(total(*loss.tolist())) / len(starts)
+
+
+def in_words(loss, args):
+    bits = f" = {loss / math.log(2):.4f} bits per byte" if args.vocab_size == 256 else ""
+    return f"{loss:.4f}{bits}"
+
+
 def train(args, device):
-    text, held_out = load_data(args)
-    for part in (text, held_out):
-        if len(part.tokens) <= args.length:
-            fail(f"--length {args.length} needs more than the {len(part.tokens)} tokens that "
-                 f"{part.name} has for {'training' if part is text else 'validation'}")
-        check_ids(part, 0, 2**27, args)  # the beginning now, the rest as it is drawn
-    if args.batch % WORLD or args.batch // WORLD % per_pass(args):
-        fail(f"--batch {args.batch} cannot be shared by {WORLD} process{'es' * (WORLD > 1)}, "
-             f"--micro-batch {args.micro_batch} at once")
+    tokens, held_out = load_data(args)
+    for use, begin, end in ("training", 0, held_out), ("validation", held_out, len(tokens)):
+        if end - begin <= args.length:
+            fail(f"--length {args.length} needs more than the {end - begin} tokens that --data "
+                 f"{args.data} has for {use}")
+        check_ids(tokens, begin, begin + 2**27, args)  # the rest as it is drawn
+    if args.batch % (WORLD * args.micro_batch):
+        fail(f"--batch {args.batch} is not a multiple of {WORLD} process{'es' * (WORLD > 1)} times "
+             f"--micro-batch {args.micro_batch}")
     torch.manual_seed(args.seed)
     model = build_model(args).to(device)
-    optimizer = make_optimizer(model, args)
+    optimizer, training_loss = make_optimizer(model, args), TrainingLoss(model, args)
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
-    say(f"{args.mixer}, {sum(p.numel() for p in model.parameters()):,} parameters; "
-        f"{len(text.tokens):,} tokens to train on, {len(held_out.tokens):,} to validate with")
+    if WORLD > 1:
+        training_loss = DistributedDataParallel(training_loss, gradient_as_bucket_view=True)
+    parameters = sum(p.numel() for p in model.parameters())
+    say(f"{args.mixer}, {parameters:,} parameters; {held_out:,} tokens to train on, "
+        f"{len(tokens) - held_out:,} to validate with")
 
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    # FLOP of a token: 6 per weight that multiplies, forward and backward together, and 6 per layer,
+    # channel and position that attention looks back at (a linear state's, some 3%, are left out).
+    looked_up = 0 if args.tie else model.embed.weight.numel()
+    flop = 6 * (parameters - looked_up
+                + (args.mixer == "attention") * args.layers * args.length * args.d_model)
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else ""
     peak = WORLD * next((PEAK[name] for name in PEAK if name in gpu), math.inf)
     share = args.batch // WORLD
-    mine = slice(RANK * share, (RANK + 1) * share)  # of the sequences of a step
-    progress = functools.partial(tqdm, total=args.steps, desc=args.mixer, unit="step",
-                                 disable=RANK > 0)
-    with run_folder(args), caught_signals() as caught, progress() as bar:
+    with (run_folder(args), caught_signals() as caught,
+          tqdm(total=args.steps, desc=args.mixer, unit="step", disable=RANK > 0) as bar):
         run = dict(step=0, best=math.inf, seconds=0.0, train_loss=None)
         if args.resume:
             saved = load_checkpoint(args, model, optimizer, scaler)
             run = {name: saved[name] for name in run}
             bar.initial = bar.n = run["step"]
-        training_loss = TrainingLoss(model, args)
-        if WORLD > 1:
-            training_loss = DistributedDataParallel(training_loss, gradient_as_bucket_view=True)
         began, recent = time.perf_counter() - run["seconds"], []
-        timed_steps, timed_seconds, mark, rate, speed = 0, 0.0, None, None, ""
+        mark, timed_steps, timed_seconds, rate = None, 0, 0.0, 0.0
         for step in range(run["step"], args.steps + 1):
             last = step == args.steps
             interrupted, terminated = total(signal.SIGINT in caught, signal.SIGTERM in caught)
@@ -590,22 +522,21 @@ def train(args, device):
                     timed_steps += len(recent)
                     timed_seconds += time.perf_counter() - mark
                     rate = timed_steps * args.batch * args.length / timed_seconds
-                    used = rate * flops_per_token(model, args) / peak
-                    speed = f", {rate:,.0f} tokens/s" + (f", MFU {used:.1%}" if used else "")
                 mark = time.perf_counter()
                 recent.clear()
-                bar.set_postfix_str(f"loss {run['train_loss']:.3f}, best {run['best']:.3f}{speed}",
-                                    refresh=False)
+                used = f", MFU {rate * flop / peak:.1%}" if gpu else ""
+                bar.set_postfix_str(f"loss {run['train_loss']:.3f}, best {run['best']:.3f}, "
+                                    f"{rate:,.0f} tokens/s{used}", refresh=False)
             if pause:
                 run.update(step=step, seconds=time.perf_counter() - began)
                 is_best = False
                 if not terminated:  # which is in a hurry
-                    loss = check_finite(evaluate(model, held_out, args, device), step)
+                    found = evaluate(model, tokens, held_out, args.length, args.val_windows, args,
+                                     device)
+                    loss = check_finite(float(found.mean()), step)
                     is_best = loss < run["best"]
                     run["best"] = min(run["best"], loss)
                     write_log(args, **run, loss=loss, tokens_per_second=rate)
-                    bar.clear()
-                    say(f"step {step}: validation loss {in_words(loss, args)}{speed}")
                 save_checkpoint(args, model, optimizer, scaler, is_best, **run)
                 if last or interrupted or terminated:
                     break
@@ -616,20 +547,20 @@ def train(args, device):
             # Data and dropout are functions of seed and step, so that a resumed run goes on alike;
             # sequence i of a step is the same for any number of processes.
             rng = np.random.default_rng([args.seed, step])
-            starts = rng.integers(len(text.tokens) - args.length, size=args.batch)[mine]
+            starts = rng.integers(held_out - args.length, size=args.batch)
             torch.manual_seed(rng.integers(2**40) + RANK)
-            rows = windows(text, starts, args.length, args, device)          # (B, T + 1)
+            mine = starts[RANK * share:(RANK + 1) * share]
+            rows = windows(tokens, mine, args.length, args, device)          # (B, T + 1)
             recent.append(update(training_loss, optimizer, scaler, rows, args))
             bar.update()
 
     if interrupted or terminated:
-        say(f"stopped after {step} steps, best validation loss {run['best']:.4f}; "
-            "--resume continues")
+        say(f"stopped after {step} steps, best loss {run['best']:.4f}; --resume continues")
         raise SystemExit(128 + (signal.SIGINT if interrupted else signal.SIGTERM))
-    say(f"{step} steps in {run['seconds']:.0f} s; the best validation loss is "
-        f"{in_words(run['best'], args)}")
+    say(f"{step} steps in {run['seconds']:.0f} s; validation loss {in_words(loss, args)}, "
+        f"at best {in_words(run['best'], args)}")
     if args.vocab_size == 256 and RANK == 0:
-        print_stream(model, "\n", 300, args, device)
+        stream(model, "\n", 300, args, device)
     return dict(loss=loss, val_loss=loss, best=run["best"], steps=step, seconds=run["seconds"],
                 bits_per_byte=loss / math.log(2) if args.vocab_size == 256 else None)
 
@@ -637,44 +568,32 @@ def train(args, device):
 # ── With a trained model: sampling, longer contexts ──────────────────────────────────────────────
 
 def load_model(args, device):
-    """A checkpoint of this script, or a folder that the paper's authors released. Returns the
-    model and the arguments that it was trained with."""
-    path = Path(args.model) if args.model else args.out / "best.pt"
-    if path.is_dir() and (path / "config.json").exists():
-        model = load_release(path)
-        trained = dict(vars(args), vocab_size=model.embed.num_embeddings)
-    else:
-        if path.is_dir():
-            path = path / "best.pt"
-        saved = read_checkpoint(path)
-        trained = {**vars(args), **saved["args"]}
-        trained.update((name, getattr(args, name)) for name in MAY_CHANGE)
-        model = build_model(argparse.Namespace(**trained))
+    """A checkpoint of this script, or a folder that the paper's authors released: config.json
+    beside *.safetensors or pytorch_model*.bin. Returns the model and its training's arguments."""
+    path, weights = Path(args.model or args.out), {}
+    if not (path / "config.json").exists():
+        saved = read_checkpoint(path if path.is_file() else path / "best.pt")
+        now = {name: value for name, value in vars(args).items() if name in MAY_CHANGE}
+        args = argparse.Namespace(**vars(args) | saved["args"] | now)
+        model = build_model(args)
         model.load_state_dict(saved["model"])
-    return model.to(device).eval(), argparse.Namespace(**trained)
-
-
-def load_release(folder):
-    """config.json beside *.safetensors or pytorch_model*.bin, in one file or several."""
-    weights, path = {}, folder / "config.json"
+        return model.to(device), args
     try:
+        files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+        path = path / "config.json"
         config = json.loads(path.read_text())
-        files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+        for name, known in (("no_scale_embedding", [True]), ("norm_type", ["simplermsnorm"]),
+                            ("glu_act", ["silu", "swish"])):
+            if config.get(name, known[0]) not in known:
+                raise ValueError(f"{name} is {config[name]!r}, not {' or '.join(map(str, known))}")
         for path in files:
             weights |= (read_safetensors(path) if path.suffix == ".safetensors" else
                         torch.load(path, map_location="cpu", weights_only=True))
+        model = LanguageModel.load_official(weights, config.get("decoder_attention_heads", 8))
     except Exception as error:  # of many kinds, each a file that is not what it should be
-        reason = " ".join(str(error).split())[:200]
-        fail(f"{path} cannot be read: {type(error).__name__}: {reason}")
-    for name, known in (("no_scale_embedding", [True]), ("norm_type", ["simplermsnorm"]),
-                        ("glu_act", ["silu", "swish"])):
-        if config.get(name, known[0]) not in known:
-            fail(f"{folder / 'config.json'}: {name} is {config[name]!r}, and only "
-                 f"{' or '.join(map(repr, known))} is known here")
-    try:
-        return LanguageModel.load_official(weights, config.get("decoder_attention_heads", 8))
-    except ValueError as error:
-        fail(f"{folder}: {error}")
+        fail(f"{path}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    args.vocab_size = model.embed.num_embeddings
+    return model.to(device), args
 
 
 def read_safetensors(path):
@@ -682,75 +601,50 @@ def read_safetensors(path):
     and to), then the numbers."""
     data = np.memmap(path, np.uint8, "c")
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    if start > len(data):
-        raise ValueError(f"it ends at byte {len(data)}, its header at byte {start}")
-    tensors, dtypes = {}, dict(F64=torch.float64, F32=torch.float32, F16=torch.float16,
-                               BF16=torch.bfloat16)
-    for name, entry in json.loads(data[8:start].tobytes()).items():
-        if name == "__metadata__":
-            continue
-        begin, end = (start + offset for offset in entry["data_offsets"])
-        if end > len(data):
-            raise ValueError(f"it ends at byte {len(data)}, {name} at byte {end}")
-        numbers = torch.from_numpy(data[begin:end]).view(dtypes[entry["dtype"]])
-        tensors[name] = numbers.view(entry["shape"])
-    return tensors
+    entries = json.loads(data[8:start].tobytes())
+    entries.pop("__metadata__", None)
+    dtypes = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
+    return {name: torch.from_numpy(data[start:][slice(*entry["data_offsets"])])
+            .view(dtypes[entry["dtype"]]).view(entry["shape"]) for name, entry in entries.items()}
 
 
 @torch.no_grad()
-def stream(model, prompt, count, args):
-    """Yield `count` tokens after the prompt (T0,), one at a time, from states of a fixed size."""
-    x, states = model.features(prompt[None])                                 # (1, T0, D)
-    states = [block.mixer.reserve(state, count)
-              for block, state in zip(model.body.blocks, states)]
-    for _ in range(count):
-        logits = model.head(x[:, -1]).float()                                # (1, vocab)
-        if args.top_k:
-            least = logits.topk(min(args.top_k, logits.shape[-1])).values[:, -1:]
-            logits = logits.masked_fill(logits < least, -math.inf)
-        token = (torch.multinomial((logits / args.temperature).softmax(-1), 1)
-                 if args.temperature else logits.argmax(-1, keepdim=True))   # (1, 1)
-        yield token.item()
-        x, states = model.features(token, states=states, in_place=True)
-
-
-def print_stream(model, prompt, count, args, device):
-    """Text in and out if the vocabulary is bytes, else ids. Ctrl-C ends it."""
-    def shown(ids):
-        return decoder.decode(bytes(ids)) if args.vocab_size == 256 else " ".join(map(str, ids))
+def stream(model, prompt, count, args, device):
+    """Print the prompt and `count` tokens after it, each as soon as it is drawn, from states of a
+    fixed size. Text in and out if the vocabulary is bytes, else ids. Ctrl-C ends it."""
+    def show(ids):
+        text = decoder.decode(bytes(ids)) if as_bytes else "".join(f"{x} " for x in ids)
+        print(text, end="", flush=True)
+    as_bytes = args.vocab_size == 256
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may take several bytes
-    ids = list(prompt.encode("utf-8", "surrogateescape"))
-    if args.vocab_size != 256:
-        ids = [int(x) if x.isdecimal() else -1 for x in prompt.split()]
-        if not all(0 <= x < args.vocab_size for x in ids):
-            fail(f"--sample {prompt!r}: token ids from 0 to {args.vocab_size - 1} expected")
-    between = "" if args.vocab_size == 256 else " "
-    print(shown(ids), end=between)
+    ids = (list(prompt.encode("utf-8", "surrogateescape")) if as_bytes else
+           [int(x) if x.isdecimal() else -1 for x in prompt.split()])
+    if not all(0 <= x < args.vocab_size for x in ids):
+        fail(f"--sample {prompt!r}: token ids from 0 to {args.vocab_size - 1} expected")
+    show(ids)
     with contextlib.suppress(KeyboardInterrupt):
-        for token in stream(model.eval(), torch.tensor(ids or [0], device=device), count, args):
-            print(shown([token]), end=between, flush=True)
+        x, states = model.eval().features(torch.tensor([ids or [0]], device=device))  # (1, T0, D)
+        states = [block.mixer.reserve(state, count)
+                  for block, state in zip(model.body.blocks, states)]
+        for _ in range(count):
+            logits = model.head(x[:, -1]).float()                            # (1, vocab)
+            token = (torch.multinomial((logits / args.temperature).softmax(-1), 1)
+                     if args.temperature else logits.argmax(-1, keepdim=True))  # (1, 1)
+            show([token.item()])
+            x, states = model.features(token, states=states, in_place=True)
     print()
 
 
-@torch.no_grad()
 def evaluate_lengths(args, device):
     """The loss by position, in sequences as long as the longest of --eval-length."""
     model, args = load_model(args, device)
-    _, text = load_data(args)
+    tokens, held_out = load_data(args)
     edges = [0] + sorted(set(args.eval_length))
-    count = min((len(text.tokens) - 1) // edges[-1], 32)
-    if count == 0:
-        fail(f"--eval-length {edges[-1]} is too long for the {len(text.tokens)} tokens of "
-             f"{text.name}")
-    loss = torch.zeros(edges[-1])                                            # by position
-    starts = np.linspace(0, len(text.tokens) - 1 - edges[-1], count).astype(int)
-    for i in range(0, count, 8):
-        rows, states = windows(text, starts[i:i + 8], edges[-1], args, device), None
-        for begin in tqdm(range(0, edges[-1], 1024), leave=False):  # the states carry over
-            found, states = losses(model, rows[:, begin:begin + 1025], args, states)
-            loss[begin:begin + 1024] += found.sum(0).cpu() / count
-    result = {f"{low}-{high}": loss[low:high].mean().item() for low, high in zip(edges, edges[1:])}
-    print(f"{count} sequences; trained at length {args.length}")
+    if len(tokens) - held_out <= edges[-1]:
+        fail(f"--eval-length {edges[-1]} needs more than the {len(tokens) - held_out} tokens that "
+             f"--data {args.data} has for validation")
+    loss = evaluate(model, tokens, held_out, edges[-1], 32, args, device)
+    result = {f"{low}-{high}": loss[low:high].mean() for low, high in zip(edges, edges[1:])}
     for positions, mean in result.items():
         print(f"positions {positions:>13}: loss {in_words(mean, args)}")
     return result
@@ -758,100 +652,83 @@ def evaluate_lengths(args, device):
 
 # ── The benchmark: speed and memory of a mixer beside attention, with random weights and tokens ──
 
-COLUMNS = ("mixer", "T", "training tokens/s", "peak GiB", "prompt ms", "tokens/s at batch 1",
-           "tokens/s at batch 64", "state MiB")
-
-
 def bench(args, device):
-    """A row for each mixer and length T. A training step has the same number of tokens in all."""
-    results = []
-    print("  ".join(x.rjust(9) for x in COLUMNS))
+    """A row for each mixer and length T, nan where memory does not suffice. A training step has
+    the same number of tokens at every T."""
+    rows = []
     for mixer in dict.fromkeys([args.mixer, "attention"]):
-        for T in args.bench or ([1024, 2048, 4096, 16384, 32768, 65536] if device.type == "cuda"
-                                else [256, 1024, 4096]):
-            batch = max(args.length * per_pass(args) // T, 1)
-            one = argparse.Namespace(**vars(args) | dict(mixer=mixer, length=T, batch=batch,
-                                                         micro_batch=0))
-            row = dict.fromkeys(COLUMNS, "OOM") | dict(mixer=mixer, T=T)
-            for measure in (bench_training, bench_prompt, functools.partial(bench_decoding, B=1),
-                            functools.partial(bench_decoding, B=64)):
-                with contextlib.suppress(torch.OutOfMemoryError):
-                    row |= measure(one, device)
-                if args.compile:
-                    torch.compiler.reset()  # else the next length would be compiled for any length
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-            for title, x in row.items():
-                if isinstance(x, float):
-                    x = f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"
-                print(str(x).rjust(max(len(title), 9)), end="  ")
-            print(flush=True)
-            results.append(row)
-    return dict(rows=results)
+        for T in args.bench or ([2048, 16384, 32768] if device.type == "cuda" else [256, 1024]):
+            batch = max(args.length * args.micro_batch // T, 1)
+            changed = dict(mixer=mixer, length=T, batch=batch, micro_batch=batch)
+            row = measure(argparse.Namespace(**vars(args) | changed), device)
+            rows.append(dict(mixer=mixer, T=T) | row)
+            if len(rows) == 1:
+                print("    mixer       T", *row, sep="  ")
+            print(f"{mixer:>9}  {T:6}", *(f"{x:{len(title)},.{2 * (x < 100)}f}"
+                                          for title, x in row.items()), sep="  ", flush=True)
+    return dict(rows=rows)
 
 
-def bench_training(args, device):
-    model = build_model(args).to(device)
-    optimizer, training_loss = make_optimizer(model, args), TrainingLoss(model, args)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
-    rows = torch.randint(args.vocab_size, (args.batch, args.length + 1), device=device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    seconds = seconds_per_call(lambda: update(training_loss, optimizer, scaler, rows, args), device)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else "-"
-    return {"training tokens/s": args.batch * args.length / seconds, "peak GiB": peak}
+def measure(args, device):
+    """One row: a training step; a prompt of T tokens; decoding with room for T in the cache, of
+    which attention reads all in every step, while a linear state has no room to make."""
+    def seconds(call):
+        """The median of groups of calls, after a group that warms up."""
+        wait, times = getattr(torch, device.type).synchronize, []
+        for _ in range(6):
+            wait()
+            began = time.perf_counter()
+            for _ in range(5):
+                call()
+            wait()
+            times.append((time.perf_counter() - began) / 5)
+        return float(np.median(times[1:]))
+
+    row = dict.fromkeys(("training tokens/s", "peak GiB", "prompt ms", "tokens/s at batch 1",
+                         "tokens/s at batch 64", "state MiB"), math.nan)
+    unless_full = functools.partial(contextlib.suppress, torch.OutOfMemoryError)
+    with torch.device(device):
+        model = build_model(args)
+    tokens = torch.randint(args.vocab_size, (args.batch, args.length + 1), device=device)
+    with unless_full():
+        optimizer, training_loss = make_optimizer(model, args), TrainingLoss(model, args)
+        scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
+        row["training tokens/s"] = args.batch * args.length / seconds(
+            lambda: update(training_loss, optimizer, scaler, tokens, args))
+        if device.type == "cuda":
+            row["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
+            torch.cuda.reset_peak_memory_stats()
+    torch.compiler.reset()  # or other lengths would count as recompilations, of which 8 are allowed
+    optimizer = training_loss = None
+    model.to(getattr(torch, args.dtype)).eval().zero_grad()
+    with torch.no_grad(), unless_full():
+        row["prompt ms"] = 1e3 * seconds(
+            lambda: model.head(model.features(tokens[:1, :-1])[0][:, -1]))
+        for B in (1, 64):
+            step, row["state MiB"] = decoding(model, tokens[0, :1].repeat(B, 1), args.length)
+            row[f"tokens/s at batch {B}"] = B / seconds(step)
+    return row
 
 
-@torch.no_grad()
-def bench_prompt(args, device):
-    """From a prompt of T tokens to the logits after it."""
-    model = build_model(args).to(device, getattr(torch, args.dtype)).eval()
-    prompt = torch.randint(args.vocab_size, (1, args.length), device=device)
-    return {"prompt ms": 1e3 * seconds_per_call(
-        lambda: model.head(model.features(prompt)[0][:, -1]), device)}
-
-
-@torch.no_grad()
-def bench_decoding(args, device, B):
-    """Token after token for B sequences, with room for T tokens in the cache (attention reads all
-    of it in each step; a linear state has no room to make). On a GPU the step is a CUDA graph."""
-    model = build_model(args).to(device, getattr(torch, args.dtype)).eval()
-    token = torch.randint(args.vocab_size, (B, 1), device=device)
-    states = [[x.clone() for x in block.mixer.reserve(state, max(args.length, 64) - 1)]
+def decoding(model, token, room):
+    """A call that turns the tokens (B, 1) into the next ones, and the size of a sequence's states.
+    On a GPU it is a CUDA graph, which looks for its inputs where they were."""
+    states = [[x.clone() for x in block.mixer.reserve(state, max(room, 64) - 1)]
               for block, state in zip(model.body.blocks, model.features(token)[1])]
 
     def step():
         x, after = model.features(token, states=states, in_place=True)       # (B, 1, D)
         token.copy_(model.head(x[:, -1]).argmax(-1, keepdim=True))
-        for old, new in zip(states, after):  # a graph looks for its inputs where they were
-            for one, other in zip(old, new):
-                if one is not other:
-                    one.copy_(other)
-
-    call = step
-    if device.type == "cuda":
-        with torch.cuda.stream(torch.cuda.Stream()):  # capturing wants a warm-up, and that aside
-            step()
-        torch.cuda.synchronize()
+        for old, new in zip(sum(states, []), (x for state in after for x in state)):
+            if old is not new:
+                old.copy_(new)
+    if token.is_cuda:
+        step()  # capturing wants a warm-up
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
-        call = graph.replay
-    seconds = seconds_per_call(call, device, calls=50)
-    size = sum(x.nbytes for state in states for x in state) / B / 2**20
-    return {f"tokens/s at batch {B}": B / seconds, "state MiB": size}
-
-
-def seconds_per_call(call, device, calls=10):
-    """The mean after three calls that warm up."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    for i in range(-3, calls):
-        if i == 0:
-            wait()
-            began = time.perf_counter()
-        call()
-    wait()
-    return (time.perf_counter() - began) / calls
+    return (graph.replay if token.is_cuda else step,
+            sum(x.nbytes for x in sum(states, [])) / len(token) / 2**20)
 
 
 # ── The command line ─────────────────────────────────────────────────────────────────────────────
@@ -880,11 +757,11 @@ def main(argv=None):
     add("--micro-batch", type=at_least(0), help="sequences at once, on each process; gradients add "
         "up until --batch is reached; 0: all of a process's")
     add("--d-ff", type=at_least(1), help="width of the GLU")
-    add("--dropout", type=at_least(0, float), help="after the embedding, the mixer and the GLU")
+    add("--dropout", type=at_least(0, float, high=1), help="after embedding, mixer and GLU")
     add("--tie", action=argparse.BooleanOptionalAction, help="share embedding and head weights")
     add("--option", type=name_and_value, nargs="*", default=[], metavar="NAME=VALUE",
         help="more arguments of the mixer, such as tau=4 conv_size=4")
-    add("--beta2", type=at_least(0, float), help="of AdamW: its memory for squared gradients")
+    add("--beta2", type=at_least(0, float, high=1), help="of AdamW: memory for squared gradients")
     add("--recompute", action=argparse.BooleanOptionalAction,
         help="activation checkpointing: less memory, a third more work")
     add("--model", help="for the two below: a checkpoint, or a folder of the authors' release "
@@ -893,26 +770,35 @@ def main(argv=None):
     add("--eval-length", type=lengths, metavar="T,T,…", help="loss by position; 1k,4k,16k,64k")
     add("--tokens", type=at_least(1), default=500, help="of --sample")
     add("--temperature", type=at_least(0, float), default=0.8, help="of --sample; 0: the likeliest")
-    add("--top-k", type=at_least(0), default=0, help="of --sample: among the k likeliest; 0: all")
     add("--bench", type=lengths, nargs="?", const=[], metavar="T,T,…", help="a table of speed and "
         "memory, beside attention's")
     args = parse(parser, argv)
+    args.micro_batch = max(1, min(args.micro_batch or args.batch, args.batch // WORLD))
     device = choose_device(args)
     if WORLD > 1 and (args.bench is not None or args.eval_length or args.sample is not None):
         fail("torchrun is for training only")
-    if args.bench is not None:
-        return bench(args, device)
-    if args.eval_length:
-        return evaluate_lengths(args, device)
-    if args.sample is not None:
-        torch.manual_seed(args.seed)
-        model, args = load_model(args, device)
-        return print_stream(model, args.sample, args.tokens, args, device)
-    with processes(device):
-        try:
-            return train(args, device)
-        except FloatingPointError as error:
-            fail(error)
+    try:
+        if args.bench is not None:
+            return bench(args, device)
+        if args.eval_length:
+            return evaluate_lengths(args, device)
+        if args.sample is not None:
+            torch.manual_seed(args.seed)
+            model, args = load_model(args, device)
+            return stream(model, args.sample, args.tokens, args, device)
+        if WORLD > 1:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        result = train(args, device)
+        if WORLD > 1:
+            dist.destroy_process_group()
+        return result
+    except (FloatingPointError, MemoryError, RuntimeError) as error:
+        if WORLD > 1 and re.search("by peer|Broken pipe|DistBackendError", repr(error)):
+            fail(f"process {RANK} stops, for another one of this job has died; --resume continues "
+                 "from the last checkpoint")
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+            raise
+        fail(str(error).partition("\n")[0])
 
 
 if __name__ == "__main__":
