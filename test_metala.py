@@ -1485,7 +1485,10 @@ def test_lm_bench_measures_the_mixer_and_attention(tmp_path):
 
 # train_image.py
 
-def test_shapes_differ_in_no_linear_statistic_of_colour_or_area():
+def test_shapes_have_equal_area_and_no_linear_statistic_of_colour_or_area_tells_them_apart():
+    at = np.linspace(-2, 2, 400)
+    for shape in train_image.SHAPES.values():
+        assert abs((shape(at[None], at[:, None] + 0 * at) < 0).mean() * 16 - 1) < 0.02
     images, labels = train_image.draw_shapes(np.random.default_rng(0), 4000, 32)
     assert images.dtype == np.uint8 and images.shape == (4000, 3, 32, 32)
     x = images.reshape(4000, 3, -1) / 255

@@ -53,7 +53,7 @@ LAPTOP = dict(data="shapes", size=32, patch=4, stem="conv", d_model=64, layers=3
               dropout=0.0, augment="none", flip=False, cutout=0.0, label_smoothing=0.0, epochs=2,
               batch=32, lr=3e-3, warmup=200, weight_decay=0.05, eval_every=400)
 MNIST = LAPTOP | dict(data="mnist", size=28, augment="shift", label_smoothing=0.1, epochs=40,
-                      batch=128, eval_every=500)
+                      batch=256, eval_every=200)
 CIFAR = dict(data="cifar10", size=32, patch=2, stem="conv", d_model=256, layers=7, heads=4,
              dropout=0.1, augment="shift", flip=True, cutout=0.375, label_smoothing=0.1, epochs=120,
              batch=512, lr=2e-3, warmup=500, weight_decay=0.1, eval_every=1000)
@@ -65,51 +65,69 @@ PRESETS = {"laptop": LAPTOP, "mnist": MNIST, "cifar": CIFAR, "tiny": TINY,  # ti
 
 
 # ── Data: shapes, drawn ──────────────────────────────────────────────────────────────────────────
-# A shape is its outline: the distance from a centre as a function of the angle.
+# A shape is a function of the plane, negative inside, about the distance to the outline near it.
+# The union of two shapes is the minimum of both, the intersection their maximum. Each has area 1:
+# what tells them apart is their form alone.
 
-def star(a, n, slope):
-    """n straight sides if the slope is 0, else n tips."""
-    beside = np.abs((a + np.pi / n) % (2 * np.pi / n) - np.pi / n)
-    return 1 / (np.cos(beside) + slope * np.sin(beside))
-
-
-def bar(a, ratio):
-    return np.minimum(1 / np.abs(np.cos(a)), ratio / np.abs(np.sin(a)))
+def disc(x, y, radius):
+    return np.hypot(x, y) - radius
 
 
-SHAPES = {"disc": np.ones_like, "half": lambda a: 1.0 * (np.sin(a) > 0),
-          "cheese": lambda a: 1.0 * (np.cos(a) < 0.75), "eight": lambda a: np.abs(np.cos(a)),
-          "clover": lambda a: 1 + 0.6 * np.cos(3 * a), "star": lambda a: star(a, 5, 3),
-          "triangle": lambda a: star(a, 3, 0), "square": lambda a: star(a, 4, 0),
-          "bar": lambda a: bar(a, 0.23),
-          "cross": lambda a: np.maximum(bar(a, 0.28), bar(a + np.pi / 2, 0.28))}
-DOT, STROKE = 0, len(SHAPES)
+def box(x, y, half_width, half_height):
+    return np.maximum(np.abs(x) - half_width, np.abs(y) - half_height)
+
+
+def tips(x, y, n, slant, inner):
+    """A polygon with n tips: slant 1 gives n straight sides, slant 2 at n = 5 the pentagram."""
+    sector = 2 * np.pi / n
+    angle = np.abs(np.mod(np.arctan2(y, x) + sector / 2, sector) - sector / 2)
+    return np.hypot(x, y) * np.cos(angle - slant * np.pi / n) - inner
+
+
+SHAPES = {
+    "disc": lambda x, y: disc(x, y, 0.564),
+    "ring": lambda x, y: np.abs(disc(x, y, 0.586)) - 0.136,
+    "half": lambda x, y: np.maximum(disc(x, y + 0.34, 0.798), -y - 0.34),
+    "moon": lambda x, y: np.maximum(disc(x - 0.317, y, 0.806), -disc(x - 0.774, y, 0.675)),
+    "triangle": lambda x, y: tips(x, y, 3, 1, 0.439),
+    "square": lambda x, y: tips(x, y, 4, 1, 0.5),
+    "star": lambda x, y: tips(x, y, 5, 2, 0.292),
+    "bar": lambda x, y: box(x, y, 1.05, 0.238),
+    "cross": lambda x, y: np.minimum(box(x, y, 0.725, 0.2), box(x, y, 0.2, 0.725)),
+    "arrow": lambda x, y: np.minimum(box(x + 0.504, y, 0.515, 0.175),
+                                     tips(x - 0.267, y, 3, 1, 0.36)),
+}
 
 
 def draw_shapes(rng, n, S):
     """n images uint8 (n, 3, S, S), each with one shape on clutter, and the shapes' numbers (n,)."""
+    labels = rng.integers(0, len(SHAPES), n)
+    pixel = (np.arange(S, dtype=np.float32) + 0.5) / S                       # (S,)
+
     def uniform(low, high, *shape):
         return rng.uniform(low, high, (*shape, n, 1, 1)).astype(np.float32)
 
-    def paint(colour, kinds, low, high):
-        """Any place, any angle. All shapes have the same area, the square of low … high sides."""
-        side, turn = uniform(low, high), uniform(0, 2 * np.pi)
-        x, y = 0.5 + uniform(-0.5, 0.5, 2) * (1 - 1.1 * side)                # (n, 1, 1) each
-        x, y = pixel - x, pixel[:, None] - y                                 # (n, 1, S), (n, S, 1)
-        angle, radius = np.arctan2(y, x) + turn, side + 0 * x * y            # (n, S, S)
-        for kind, outline in enumerate([*SHAPES.values(), lambda a: bar(a, 0.14)]):
-            one, circle = kinds == kind, outline(np.linspace(0.001, 2 * np.pi, 999))
-            radius[one] *= outline(angle[one]) / np.sqrt(np.pi * np.mean(circle ** 2))
-        inside = np.clip(0.5 + (radius - np.hypot(x, y)) * S, 0, 1)          # soft edges
+    def paint(colour, shape, low, high):
+        """Paint a shape of random place, angle, and a size from low to high of the image's."""
+        size, angle = uniform(low, high), uniform(0, 2 * np.pi)
+        centre = 0.5 + uniform(-0.5, 0.5, 2) * (1 - 1.1 * size)
+        x, y = (pixel - centre[0]) / size, (pixel[:, None] - centre[1]) / size
+        x, y = np.cos(angle) * x + np.sin(angle) * y, np.cos(angle) * y - np.sin(angle) * x
+        inside = np.clip(0.5 - shape(x, y) * size * S, 0, 1)                 # (n, S, S), soft edge
         np.add(images, inside * (colour - images), out=images)               # (3, n, S, S)
 
-    labels = rng.integers(0, len(SHAPES), n)
-    pixel = (np.arange(S, dtype=np.float32) + 0.5) / S                       # (S,)
+    def kind(x, y):
+        distance = np.empty_like(x)
+        for label, shape in enumerate(SHAPES.values()):
+            rows = labels == label
+            distance[rows] = shape(x[rows], y[rows])
+        return distance
+
     ground = uniform(0, 1, 3)                                                # (3, n, 1, 1)
     images = ground + uniform(-0.2, 0.2, 3) * pixel + uniform(-0.2, 0.2, 3) * pixel[:, None]
-    paint(uniform(0, 1, 3), np.full(n, STROKE), 0.15, 0.34)
-    paint(uniform(0, 1, 3), np.full(n, DOT), 0.07, 0.14)
-    paint((ground + uniform(0.3, 0.7, 3)) % 1, labels, 0.38, 0.58)
+    paint(uniform(0, 1, 3), lambda x, y: box(x, y, 0.5, 0.07), 0.4, 0.9)           # a stroke
+    paint(uniform(0, 1, 3), lambda x, y: disc(x, y, 0.5), 0.08, 0.16)              # a dot
+    paint((ground + uniform(0.3, 0.7, 3)) % 1, kind, 0.38, 0.58)                   # the shape
     images += 0.04 * rng.standard_normal(images.shape, dtype=np.float32)
     return (images.clip(0, 1) * 255).astype(np.uint8).swapaxes(0, 1), labels
 
@@ -277,7 +295,8 @@ MAY_CHANGE = {"preset", "resume", "out", "device", "compile", "eval_every", "dat
 
 def fail(message):
     """A user's mistake ends the script with one line and exit status 1."""
-    raise SystemExit(f"{SCRIPT}: {message}" if LOCAL_RANK == 0 else 1)  # once a host, not N times
+    alone = LOCAL_RANK > 0 and not dist.is_initialized()  # before that, all have the same to say
+    raise SystemExit(1 if alone else f"{SCRIPT}: {message}")
 
 
 def say(*words):
@@ -337,10 +356,10 @@ def choose_device(args):
     name, reason = auto if args.device == "auto" else (args.device, "as asked")
     if not there[name]:
         fail(f"--device {name}: not on this machine, or not in this build of torch")
+    if name == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
+        fail(f"process {LOCAL_RANK} of this host has no GPU: it has {torch.cuda.device_count()}")
     say(f"device {name} ({reason}), dtype {args.dtype}, {WORLD} process{'es' * (WORLD > 1)}")
     if name == "cuda":
-        if LOCAL_RANK >= torch.cuda.device_count():
-            fail(f"process {LOCAL_RANK} has no GPU: there are {torch.cuda.device_count()}")
         torch.cuda.set_device(LOCAL_RANK)
     return torch.device(name)
 
@@ -353,12 +372,12 @@ def autocast(args, device):
 @contextlib.contextmanager
 def run_folder(args):
     """Create --out and hold its lock: one run per folder. Earlier results are moved aside."""
-    if RANK > 0:  # all writing is done by process 0
-        yield
-        return
     try:
         if args.resume and not (args.out / "checkpoint.pt").exists():
             fail(f"--resume: there is no {args.out / 'checkpoint.pt'}")
+        if RANK > 0:  # all writing is done by process 0
+            yield
+            return
         args.out.mkdir(parents=True, exist_ok=True)
         with open(args.out / ".lock", "w") as lock:
             if fcntl:
@@ -408,12 +427,13 @@ def save_checkpoint(args, model, optimizer, scaler, **progress):
 
 
 def read_checkpoint(path):
-    """What `save_checkpoint` wrote."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        step, made_by = saved["step"], saved["script"]
+        made_by, _, _ = saved["script"], saved["step"], saved["args"]
+    except FileNotFoundError:
+        fail(f"there is no {path}")
     except Exception:  # torch.load raises many kinds; all mean the same to the user
-        fail(f"{path} is missing, truncated, or not a checkpoint")
+        fail(f"{path} is truncated, or not a checkpoint")
     if made_by != SCRIPT:
         fail(f"{path} was made by {made_by}")
     return saved
@@ -433,11 +453,11 @@ def load_checkpoint(args, model, optimizer, scaler):
     torch.set_rng_state(saved["rng"])
     if saved["cuda_rng"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda_rng"])
-    if RANK == 0 and log.exists():  # a kill may have torn its last line, or come before its save
+    if log.exists() and RANK == 0:  # a kill may have torn its last line, or come before a save
         try:
             lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
-            log.write_text("".join(x for x in lines
-                                   if json.loads(x).get("step", -1) < saved["step"]))
+            kept = [line for line in lines if json.loads(line).get("step", -1) < saved["step"]]
+            log.write_text("".join(kept))
         except (ValueError, AttributeError, TypeError):
             fail(f"--resume: {log} has a line that is not a log's: remove it")
     return saved
@@ -476,23 +496,6 @@ def check_finite(loss, step):
         raise FloatingPointError(f"the loss is {loss} at step {step}; the last good checkpoint is "
                                  "kept; a lower --lr or another --dtype may help")
     return loss
-
-
-@contextlib.contextmanager
-def processes(device):
-    """Join the other processes of torchrun, if there are any; end with them."""
-    if WORLD == 1:
-        yield
-        return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield
-    except RuntimeError as error:
-        if not re.search("by peer|Broken pipe|DistBackendError", repr(error)):
-            raise
-        raise SystemExit(f"{SCRIPT}: process {RANK} stops, for another one of this job has died; "
-                         "--resume continues from the last checkpoint") from None
-    dist.destroy_process_group()
 
 
 def total(*numbers):
@@ -537,20 +540,16 @@ class Classifier(nn.Module):
         self.head = nn.Linear(D, n_classes)
         nn.init.normal_(self.head.weight, std=D ** -0.5)
 
-    def forward(self, images):
+    def embed(self, images):
         x = self.stem(images.float() / 64 - 2)     # most data have a mean of 120, a deviation of 60
         position = self.position                                             # (1, D, h, w)
         if position.shape[2:] != x.shape[2:]:
             position = F.interpolate(position, x.shape[2:], mode="bicubic", antialias=True)
-        x, _ = self.body((x + position).flatten(2).transpose(1, 2))          # (B, T = h·w, D)
+        return (x + position).flatten(2).transpose(1, 2).contiguous()        # (B, T = h·w, D)
+
+    def forward(self, images):
+        x, _ = self.body(self.embed(images))                                 # (B, T, D)
         return self.head(x.mean(1))                                          # (B, K)
-
-
-def build_model(args, n_classes):
-    try:
-        return Classifier(args, n_classes)
-    except (ValueError, TypeError, RuntimeError) as error:  # Runtime: too large for memory
-        fail(error)
 
 
 def augment(args, images, u):
@@ -610,8 +609,9 @@ def training_step(model, optimizer, scaler, args, device):
     device, so that the host never waits. With --compile on one GPU a step is one launch."""
     if args.compile:  # block by block: equal blocks share one compilation of a few seconds
         torch._dynamo.config.optimize_ddp = False  # it would cut the blocks up once more
-        for part in (model.stem, *model.body.blocks):
-            part.compile()
+        model.embed = torch.compile(model.embed)
+        for block in model.body.blocks:
+            block.compile()
     forward = nn.parallel.DistributedDataParallel(model) if WORLD > 1 else model
     record = args.compile and device.type == "cuda" and WORLD == 1 and not scaler.is_enabled()
     lr, losses = torch.zeros((), device=device), torch.zeros((), device=device)
@@ -668,7 +668,10 @@ def train(args, device):
         fail(f"--batch {args.batch}: expected a multiple of {WORLD}, up to {len(data)} (all data)")
     args.steps = args.steps or args.epochs * (len(data) // args.batch)
     torch.manual_seed(args.seed)
-    model = build_model(args, len(classes)).to(device)
+    try:
+        model = Classifier(args, len(classes)).to(device)
+    except (ValueError, TypeError) as error:
+        fail(error)
     optimizer = make_optimizer(model, args)
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(data):,} training and "
@@ -748,7 +751,7 @@ def predict(args, device):
     """Print the likeliest classes of each file, by the checkpoint in --out."""
     saved = read_checkpoint(args.out / "checkpoint.pt")
     trained, classes = argparse.Namespace(**saved["args"] | dict(workers=0)), saved["classes"]
-    model = build_model(trained, len(classes)).to(device).eval()
+    model = Classifier(trained, len(classes)).to(device).eval()
     model.load_state_dict(saved["model"])
     files, answers = Files(args.predict, [0] * len(args.predict), trained), {}
     one_by_one = batches(files, np.arange(len(files))[:, None], trained, device)
@@ -791,9 +794,16 @@ def main(argv=None):
     try:
         if args.predict:
             return predict(args, device)
-        with processes(device):
-            return train(args, device)
+        if WORLD > 1:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        result = train(args, device)
+        if WORLD > 1:
+            dist.destroy_process_group()
+        return result
     except (FloatingPointError, MemoryError, RuntimeError) as error:
+        if WORLD > 1 and re.search("by peer|Broken pipe|DistBackendError", repr(error)):
+            fail(f"process {RANK} stops, for another one of this job has died; --resume continues "
+                 "from the last checkpoint")
         if isinstance(error, RuntimeError) and "allocate" not in str(error):
             raise
         fail(str(error).partition("\n")[0])
