@@ -51,11 +51,12 @@ import os
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 # Decays are kept as log₂ α, because 2^x is one instruction.
 LOG2_E = tl.constexpr(math.log2(math.e))
 LOG2_MIN = tl.constexpr(-58.0)          # the least log₂ α: e^-40
-FAST_LIMIT = tl.constexpr(-90.0)        # log₂ decay of a chunk below which R counts from its end
+STEEP = tl.constexpr(-90.0)        # log₂ decay of a chunk below which R counts from its end
 
 
 # ── Parts ─────────────────────────────────────────────────────────────────────────────────────────
@@ -140,12 +141,11 @@ def sums(M, x, OP: tl.constexpr):
 
 
 @triton.jit
-def decays_and_keys(g_ptr, k_ptr, t0, T, H, Dk, inv_tau, LOGITS: tl.constexpr, KEY: tl.constexpr,
-                    C: tl.constexpr, BK: tl.constexpr):
-    """log₂ α and k, (C, BK) each in float32. Beyond the sequence α = 1, k = 0: S stays as it is."""
-    g = log2_alpha(load(g_ptr, t0, T, H * Dk, 0, Dk, C, BK, 1e4 if LOGITS else 0.0),
-                   inv_tau, LOGITS)
-    return g, load(k_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) if KEY else key_of(g)
+def decays_and_keys(g_ptr, k_ptr, t0, T, row, c0, D, inv_tau, LOGITS: tl.constexpr,
+                    KEY: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
+    """log₂ α and k, (C, BD) each in float32. Beyond the sequence α = 1, k = 0: S stays as it is."""
+    g = log2_alpha(load(g_ptr, t0, T, row, c0, D, C, BD, 1e4 if LOGITS else 0.0), inv_tau, LOGITS)
+    return g, load(k_ptr, t0, T, row, c0, D, C, BD).to(tl.float32) if KEY else key_of(g)
 
 
 @triton.jit
@@ -161,92 +161,103 @@ def gate_row(g_ptr, k_ptr, t, T, H, Dk, inv_tau, LOGITS: tl.constexpr, KEY: tl.c
 # ── Kernels ───────────────────────────────────────────────────────────────────────────────────────
 
 @triton.jit
-def decays_kernel(k_ptr, g_ptr, F_ptr, kR_ptr, R_ptr, total_ptr, T, H, Dk, inv_tau,
-                  WRITE_R: tl.constexpr, LOGITS: tl.constexpr, KEY: tl.constexpr,
-                  ROWS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
-    """Step 1: F, k̃ = k ⊙ R, for the backward pass R too, and total = b_C in log₂. One program: one
-    chunk of one head, ROWS steps at a time, one warp to 64 channels: prefix sums across warps would
-    cost more than all the rest."""
-    n_chunk = tl.cdiv(T, C)
-    i_c, i_bh = tl.program_id(0) % n_chunk, (tl.program_id(0) // n_chunk).to(tl.int64)
-    i_b, i_h = i_bh // H, i_bh % H
-    k_ptr, g_ptr = at_head(k_ptr, i_b, i_h, T, H, Dk), at_head(g_ptr, i_b, i_h, T, H, Dk)
-    F_ptr, R_ptr = at_head(F_ptr, i_b, i_h, T, H, Dk), at_head(R_ptr, i_b, i_h, T, H, Dk)
-    kR_ptr = at_head(kR_ptr, i_b, i_h, T, H, Dk)
-    t0, c = i_c * C, tl.arange(0, BK)
+def decays_kernel(q_ptr, k_ptr, g_ptr, qF_ptr, kR_ptr, F_ptr, total_ptr, T, W, inv_tau, scale,
+                  WRITE_F: tl.constexpr, LOGITS: tl.constexpr, KEY: tl.constexpr,
+                  ROWS: tl.constexpr, C: tl.constexpr, BW: tl.constexpr):
+    """Step 1: q̃ = s q ⊙ F, k̃ = k ⊙ R, for the backward pass s F too, and total = b_C in log₂.
 
-    total = tl.zeros([BK], tl.float32)
+    The channels of all heads lie side by side, W = H·Dk in all. One program: one chunk, BW
+    channels, ROWS steps at a time, in one warp, so that a thread has 16 bytes of every row and
+    prefix sums need no other thread.
+    """
+    n_chunk, n_w = tl.cdiv(T, C), tl.cdiv(W, BW)
+    i_w, i_c = tl.program_id(0) % n_w, tl.program_id(0) // n_w % n_chunk
+    i_b = (tl.program_id(0) // (n_w * n_chunk)).to(tl.int64)
+    q_ptr, k_ptr, g_ptr = q_ptr + i_b * T * W, k_ptr + i_b * T * W, g_ptr + i_b * T * W
+    qF_ptr, kR_ptr, F_ptr = qF_ptr + i_b * T * W, kR_ptr + i_b * T * W, F_ptr + i_b * T * W
+    t0, c0, c = i_c * C, i_w * BW, i_w * BW + tl.arange(0, BW)
+
+    total = tl.zeros([BW], tl.float32)
     for n in range(0, C, ROWS):
-        g, k = decays_and_keys(g_ptr, k_ptr, t0 + n, T, H, Dk, inv_tau, LOGITS, KEY, ROWS, BK)
-        b = total[None, :] + tl.cumsum(g, 0)                                   # (ROWS, BK)
+        t = t0 + n
+        g, k = decays_and_keys(g_ptr, k_ptr, t, T, W, c0, W, inv_tau, LOGITS, KEY, ROWS, BW)
+        q = load(q_ptr, t, T, W, c0, W, ROWS, BW).to(tl.float32)               # (ROWS, BW)
+        b = total[None, :] + tl.cumsum(g, 0)
         total += tl.sum(g, 0)
-        R = tl.exp2(-tl.maximum(b, FAST_LIMIT))
-        store(F_ptr, tl.exp2(b), t0 + n, T, H * Dk, 0, Dk, ROWS, BK)
-        store(kR_ptr, k * R, t0 + n, T, H * Dk, 0, Dk, ROWS, BK)
-        if WRITE_R:
-            store(R_ptr, R, t0 + n, T, H * Dk, 0, Dk, ROWS, BK)
-    tl.store(total_ptr + (i_bh * n_chunk + i_c) * Dk + c, total, mask=c < Dk)
+        F = scale * tl.exp2(b)
+        store(qF_ptr, q * F, t, T, W, c0, W, ROWS, BW)
+        store(kR_ptr, k * tl.exp2(-tl.maximum(b, STEEP)), t, T, W, c0, W, ROWS, BW)
+        if WRITE_F:
+            store(F_ptr, F, t, T, W, c0, W, ROWS, BW)
+    tl.store(total_ptr + (i_b * n_chunk + i_c) * W + c, total, mask=c < W)
 
-    if tl.min(total, 0) < FAST_LIMIT:   # R would overflow: it counts from the chunk's end instead
-        later = tl.zeros([BK], tl.float32)
-        for n in range(0, C, ROWS):
-            t = t0 + C - ROWS - n
-            g, k = decays_and_keys(g_ptr, k_ptr, t, T, H, Dk, inv_tau, LOGITS, KEY, ROWS, BK)
-            R = tl.exp2(later[None, :] + tl.cumsum(g, 0, reverse=True) - g)
+    steep = total < STEEP               # R would overflow: it counts from the chunk's end instead
+    if tl.max(steep.to(tl.int32), 0) > 0:
+        later = tl.zeros([BW], tl.float32)
+        for n in range(ROWS, C + ROWS, ROWS):
+            t = t0 + C - n
+            g, k = decays_and_keys(g_ptr, k_ptr, t, T, W, c0, W, inv_tau, LOGITS, KEY, ROWS, BW)
+            to_end = later[None, :] + tl.cumsum(g, 0, reverse=True) - g
             later += tl.sum(g, 0)
-            store(kR_ptr, k * R, t, T, H * Dk, 0, Dk, ROWS, BK)
-            if WRITE_R:
-                store(R_ptr, R, t, T, H * Dk, 0, Dk, ROWS, BK)
+            b = total[None, :] - to_end
+            R = tl.exp2(tl.where(steep[None, :], to_end, -b))
+            store(kR_ptr, k * R, t, T, W, c0, W, ROWS, BW)
+            if WRITE_F:                 # −R marks the steps where F is as good as 0
+                store(F_ptr, tl.where(b < STEEP, -R, scale * tl.exp2(b)), t, T, W, c0, W,
+                      ROWS, BW)
 
 
 @triton.jit
-def chunk_decay(total_ptr, i, Dk, BK: tl.constexpr):
-    """For chunk i: e^{b_C}; the factor (e^{b_C} or 1) that turns k̃ into what the chunk's end sees
-    of k; and whether the chunk is fast, that is, R counts from its start."""
-    c = tl.arange(0, BK)
-    total = tl.load(total_ptr + i * Dk + c, mask=c < Dk, other=0.0)
-    fast = tl.min(total, 0) >= FAST_LIMIT
+def chunk_decay(total_ptr, i, c0, Dk, BK: tl.constexpr, SK: tl.constexpr):
+    """For channels c0 … c0 + SK − 1 of (batch, chunk, head) number i: e^{b_C}; the factor, e^{b_C}
+    or 1, that turns k̃ into what the chunk's end sees of k; and whether the chunk is mild: none of
+    its channels is steep."""
+    c, part = tl.arange(0, BK), c0 + tl.arange(0, SK)
+    mild = tl.min(tl.load(total_ptr + i * Dk + c, mask=c < Dk, other=0.0), 0) >= STEEP
+    total = tl.load(total_ptr + i * Dk + part, mask=part < Dk, other=0.0)
     decay = tl.exp2(total)
-    return decay, tl.where(fast, decay, 1.0), fast
+    return decay, tl.where(total < STEEP, 1.0, decay), mild
 
 
 @triton.jit
-def causal(x, fast, C: tl.constexpr):
+def causal(x, mild, C: tl.constexpr):
     """tril(x) of a map (C, C), or nothing of it where the exact kernels take over."""
-    i, j = tl.arange(0, C), tl.arange(0, C) + tl.where(fast, 0, C)
+    i, j = tl.arange(0, C), tl.arange(0, C) + tl.where(mild, 0, C)
     return tl.where(i[:, None] >= j[None, :], x, 0.0)
 
 
 @triton.jit
-def causal_t(x, fast, C: tl.constexpr):
+def causal_t(x, mild, C: tl.constexpr):
     """triu(x), likewise, for the transposed maps Aᵀ and Pᵀ."""
-    i, j = tl.arange(0, C) + tl.where(fast, 0, C), tl.arange(0, C)
+    i, j = tl.arange(0, C) + tl.where(mild, 0, C), tl.arange(0, C)
     return tl.where(i[:, None] <= j[None, :], x, 0.0)
 
 
 @triton.jit
-def walk_kernel(x_ptr, F_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, all_ptr, last_ptr,
-                T, H, Dk, Dv, n_seg, per_seg, scale, FORWARD: tl.constexpr, STORE: tl.constexpr,
-                INIT: tl.constexpr, LAST: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+def walk_kernel(r_ptr, w_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, all_ptr, last_ptr,
+                o_ptr, T, H, Dk, Dv, n_seg, per_seg, FORWARD: tl.constexpr, SEGMENT: tl.constexpr,
+                STORE: tl.constexpr, OUT: tl.constexpr, INIT: tl.constexpr, LAST: tl.constexpr,
+                OP: tl.constexpr, PRECISION: tl.constexpr,
                 C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Step 2: the state from chunk to chunk, or its gradient, inside one segment.
+    """Steps 2 and 3: the state from chunk to chunk, or its gradient, inside one segment, and what
+    is read from it.
 
-        forward    S  ← e^{b_C} ⊙ (S + k̃ᵀ v)      x = k̃, y = v,  from the first chunk to the last
-        backward   dS ← e^{b_C} ⊙ dS + q̃ᵀ do      x = q, y = do, from the last chunk to the first
+        forward    r = q̃, w = k̃, y = v     S  ← e^{b_C} ⊙ (S + wᵀ y)      o  = tril(r wᵀ) y + r S
+        backward   r = k̃, w = q̃, y = do    dS ← e^{b_C} ⊙ dS' + wᵀ y      dv = triu(r wᵀ) y + r dS″
 
-    Without STORE it starts from zero and leaves what the segment alone adds, and its decay. With
-    STORE it starts from the state at the segment's edge, and leaves every chunk's S, or dS″ (dS'
-    where the chunk is not fast), and the last of all. The name S stands for dS when backward. One
-    program: one segment of one head, BV columns, in registers.
+    With SEGMENT it starts from zero and leaves what the segment alone adds, and its decay. Else it
+    starts from the state at the segment's edge and leaves, with OUT, o or dv; with STORE every
+    chunk's S or dS″ (dS' where the chunk is not mild); and the last of all. The names S and o stand
+    for dS and dv when backward. One program: one segment of one head, BV columns, in registers.
     """
-    n_v, n = tl.cdiv(Dv, BV), n_seg if STORE else n_seg - 1
+    n_v, n = tl.cdiv(Dv, BV), n_seg - 1 if SEGMENT else n_seg
     i_v, rest = tl.program_id(0) % n_v, (tl.program_id(0) // n_v).to(tl.int64)
     i_seg, i_bh = rest % n, rest // n
-    if not STORE and not FORWARD:
+    if SEGMENT and not FORWARD:
         i_seg += 1                      # the first segment has nobody to pass its gradient to
     i_b, i_h = i_bh // H, i_bh % H
-    x_ptr, F_ptr = at_head(x_ptr, i_b, i_h, T, H, Dk), at_head(F_ptr, i_b, i_h, T, H, Dk)
-    y_ptr = at_head(y_ptr, i_b, i_h, T, H, Dv)
+    r_ptr, w_ptr = at_head(r_ptr, i_b, i_h, T, H, Dk), at_head(w_ptr, i_b, i_h, T, H, Dk)
+    y_ptr, o_ptr = at_head(y_ptr, i_b, i_h, T, H, Dv), at_head(o_ptr, i_b, i_h, T, H, Dv)
     n_chunk = tl.cdiv(T, C)
     all_ptr = at_head(all_ptr, i_b, i_h, n_chunk * BK, H, Dv)
     first = i_seg * per_seg
@@ -255,7 +266,7 @@ def walk_kernel(x_ptr, F_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, al
     edge = i_bh * (n_seg - 1) + (i_seg - 1 if FORWARD else i_seg)              # neighbour's slot
 
     S = tl.zeros([BK, BV], tl.float32)
-    if STORE:
+    if not SEGMENT:
         if i_seg > 0 if FORWARD else i_seg < n_seg - 1:
             S = tl.load(seg_ptr + edge * Dk * Dv + tile, mask=mask, other=0.0)
         elif INIT:
@@ -264,32 +275,33 @@ def walk_kernel(x_ptr, F_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, al
     for j in range(count):
         chunk = first + (j if FORWARD else count - 1 - j)
         t0 = chunk * C
-        decay, end, _ = chunk_decay(total_ptr, i_bh * n_chunk + chunk, Dk, BK)
-        x = load(x_ptr, t0, T, H * Dk, 0, Dk, C, BK)                           # (C, BK)
+        decay, end, mild = chunk_decay(total_ptr, (i_b * n_chunk + chunk) * H + i_h, 0, Dk, BK, BK)
+        w = load(w_ptr, t0, T, H * Dk, 0, Dk, C, BK)                           # (C, BK)
         y = load(y_ptr, t0, T, H * Dv, i_v * BV, Dv, C, BV).to(OP)             # (C, BV)
+        if not FORWARD:
+            S *= end[:, None]                                                  # dS″
+        if STORE:
+            store(all_ptr, S, chunk * BK, n_chunk * BK, H * Dv, i_v * BV, Dv, BK, BV)
+        if OUT:
+            r = load(r_ptr, t0, T, H * Dk, 0, Dk, C, BK)                       # (C, BK)
+            A = tl.dot(r, tl.trans(w), input_precision=PRECISION)              # (C, C)
+            A = causal(A, mild, C) if FORWARD else causal_t(A, mild, C)
+            o = tl.dot(r, S.to(OP), input_precision=PRECISION)
+            o = tl.dot(A.to(OP), y, o, input_precision=PRECISION)              # (C, BV)
+            store(o_ptr, o, t0, T, H * Dv, i_v * BV, Dv, C, BV)
+        # e^{b_C} / end is 1 where the chunk is mild, and spares a product of its own
+        S = tl.dot(tl.trans(w), y, S * (decay / end)[:, None], input_precision=PRECISION)
         if FORWARD:
-            if STORE:
-                store(all_ptr, S, chunk * BK, n_chunk * BK, H * Dv, i_v * BV, Dv, BK, BV)
-            # e^{b_C} / end is 1 where the chunk is fast, and spares a product of its own
-            S = tl.dot(tl.trans(x.to(OP)), y, S * (decay / end)[:, None],
-                       input_precision=PRECISION) * end[:, None]
-        else:
-            if STORE:
-                store(all_ptr, S * end[:, None], chunk * BK, n_chunk * BK, H * Dv, i_v * BV, Dv,
-                      BK, BV)
-            F = load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK)
-            x = (x.to(tl.float32) * scale * F.to(tl.float32)).to(OP)           # q̃ (C, BK)
-            S = tl.dot(tl.trans(x), y, S * decay[:, None], input_precision=PRECISION)
+            S *= end[:, None]
         D *= decay
-    if STORE:
-        if LAST:
-            if i_seg == (n_seg - 1 if FORWARD else 0):
-                tl.store(last_ptr + i_bh * Dk * Dv + tile, S, mask=mask)
-    else:
+    if SEGMENT:
         slot = i_bh * (n_seg - 1) + (i_seg if FORWARD else i_seg - 1)
         tl.store(seg_ptr + slot * Dk * Dv + tile, S, mask=mask)
         c = tl.arange(0, BK)
         tl.store(decay_ptr + slot * Dk + c, D, mask=c < Dk)
+    elif LAST:
+        if i_seg == (n_seg - 1 if FORWARD else 0):
+            tl.store(last_ptr + i_bh * Dk * Dv + tile, S, mask=mask)
 
 
 @triton.jit
@@ -324,104 +336,80 @@ def then(D1, U1, D2, U2):
 
 
 @triton.jit
-def output_kernel(q_ptr, F_ptr, kR_ptr, v_ptr, total_ptr, S_ptr, o_ptr, T, H, Dk, Dv, scale,
-                  OP: tl.constexpr, PRECISION: tl.constexpr,
-                  C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Step 3: o = A v + q̃ S. One program: one chunk of one head, BV columns."""
-    n_v, n_chunk = tl.cdiv(Dv, BV), tl.cdiv(T, C)
-    i_v, rest = tl.program_id(0) % n_v, (tl.program_id(0) // n_v).to(tl.int64)
-    i_c, i_bh = rest % n_chunk, rest // n_chunk
-    i_b, i_h = i_bh // H, i_bh % H
-    q_ptr, F_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(F_ptr, i_b, i_h, T, H, Dk)
-    kR_ptr, S_ptr = (at_head(kR_ptr, i_b, i_h, T, H, Dk),
-                     at_head(S_ptr, i_b, i_h, n_chunk * BK, H, Dv))
-    v_ptr, o_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(o_ptr, i_b, i_h, T, H, Dv)
-    t0 = i_c * C
-    _, _, fast = chunk_decay(total_ptr, rest, Dk, BK)
-    q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
-    q = (q * load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)).to(OP)   # q̃ (C, BK)
-    k = load(kR_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(OP)                       # k̃ (C, BK)
-    S = load(S_ptr, i_c * BK, n_chunk * BK, H * Dv, i_v * BV, Dv, BK, BV)      # (BK, BV)
-    v = load(v_ptr, t0, T, H * Dv, i_v * BV, Dv, C, BV).to(OP)                 # (C, BV)
-    A = tl.dot(q, tl.trans(k), input_precision=PRECISION)                      # (C, C)
-    A = causal(A, fast, C).to(OP)
-    o = tl.dot(q, S, input_precision=PRECISION)
-    o = tl.dot(A, v, o, input_precision=PRECISION)                             # (C, BV)
-    store(o_ptr, o, t0, T, H * Dv, i_v * BV, Dv, C, BV)
-
-
-@triton.jit
-def gradient_kernel(q_ptr, F_ptr, kR_ptr, R_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr, dS_ptr,
+def gradient_kernel(q_ptr, k_ptr, F_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr, dS_ptr,
                     dq_ptr, dk_ptr, dv_ptr, dg_ptr, T, H, Dk, Dv, inv_tau, scale,
                     LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr,
                     PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                    N_V: tl.constexpr):
-    """Steps 4 and 5: dq, dk, dv and dg or da. One program: one chunk of one head, all columns.
+                    SK: tl.constexpr, N_V: tl.constexpr, DV: tl.constexpr):
+    """Steps 4 and 5: dq, dk, dg or da, with DV also dv. One program: one chunk of one head, SK
+    channels.
 
-    The name dS stands for dS″ (dS' where the chunk is not fast). F, k̃ and dS″ may lie in the
-    memory of dq, dg and dv: the chunk that is read here is the one that is overwritten here,
-    afterwards.
+    The name dS stands for dS″ (dS' where the chunk is not mild). q̃, k̃ and, with DV, dS″ may lie in
+    the memory of dq, dg and dv: what is read here is what is overwritten here, afterwards.
     """
-    n_chunk = tl.cdiv(T, C)
-    i_c, i_bh = tl.program_id(0) % n_chunk, (tl.program_id(0) // n_chunk).to(tl.int64)
+    n_chunk, n_k = tl.cdiv(T, C), tl.cdiv(Dk, SK)
+    i_k, rest = tl.program_id(0) % n_k, (tl.program_id(0) // n_k).to(tl.int64)
+    i_c, i_bh = rest % n_chunk, rest // n_chunk
     i_b, i_h = i_bh // H, i_bh % H
-    q_ptr, F_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(F_ptr, i_b, i_h, T, H, Dk)
-    kR_ptr, R_ptr = at_head(kR_ptr, i_b, i_h, T, H, Dk), at_head(R_ptr, i_b, i_h, T, H, Dk)
+    q_ptr, k_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(k_ptr, i_b, i_h, T, H, Dk)
+    F_ptr = at_head(F_ptr, i_b, i_h, T, H, Dk)
     v_ptr, do_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(do_ptr, i_b, i_h, T, H, Dv)
     g_ptr, dg_ptr = at_head(g_ptr, i_b, i_h, T, H, Dk), at_head(dg_ptr, i_b, i_h, T, H, Dk)
     dq_ptr, dk_ptr = at_head(dq_ptr, i_b, i_h, T, H, Dk), at_head(dk_ptr, i_b, i_h, T, H, Dk)
     dv_ptr = at_head(dv_ptr, i_b, i_h, T, H, Dv)
     S_ptr, dS_ptr = (at_head(S_ptr, i_b, i_h, n_chunk * BK, H, Dv),
                      at_head(dS_ptr, i_b, i_h, n_chunk * BK, H, Dv))
-    t0, i = i_c * C, tl.arange(0, C)
-    decay, end, fast = chunk_decay(total_ptr, i_bh * n_chunk + i_c, Dk, BK)
+    c0 = i_k * SK
+    t0, s0, i = (i_c * C).to(tl.int32), (i_c * BK + c0).to(tl.int32), tl.arange(0, C)
+    decay, end, mild = chunk_decay(total_ptr, (i_b * n_chunk + i_c) * H + i_h, c0, Dk, BK, SK)
 
-    q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
-    q = (q * load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)).to(OP)   # q̃ (C, BK)
-    k = load(kR_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(OP)                       # k̃ (C, BK)
-    At = tl.dot(k, tl.trans(q), input_precision=PRECISION)                     # Aᵀ (C, C)
-    At = causal_t(At, fast, C).to(OP)
-
+    q = load(q_ptr, t0, T, H * Dk, c0, Dk, C, SK)                              # q̃ (C, SK)
+    k = load(k_ptr, t0, T, H * Dk, c0, Dk, C, SK)                              # k̃ (C, SK)
     P = tl.zeros([C, C], tl.float32)
-    Pt = tl.zeros([C, C], tl.float32)
-    dq = tl.zeros([C, BK], tl.float32)
-    dk = tl.zeros([C, BK], tl.float32)
-    # rowsum(S ⊙ dS″), what passes the whole chunk (S ⊙ dS' where the chunk is not fast)
-    through = tl.zeros([BK], tl.float32)
+    dq = tl.zeros([C, SK], tl.float32)
+    dk = tl.zeros([C, SK], tl.float32)
+    # rowsum(S ⊙ dS″), what passes the whole chunk (S ⊙ dS' where the chunk is not mild)
+    through = tl.zeros([SK], tl.float32)
     for j in tl.static_range(N_V):
+        # All loads first: nothing moves a load up across a store or a barrier, so that each would
+        # cost its full latency.
         do = load(do_ptr, t0, T, H * Dv, j * BV, Dv, C, BV).to(OP)
-        dS = load(dS_ptr, i_c * BK, n_chunk * BK, H * Dv, j * BV, Dv, BK, BV)
-        dv = tl.dot(k, dS, input_precision=PRECISION)                          # (C, BV)
-        dv = tl.dot(At, do, dv, input_precision=PRECISION)
-        tl.debug_barrier()                          # all have read dS″ before dv takes its place
-        store(dv_ptr, dv, t0, T, H * Dv, j * BV, Dv, C, BV)
+        dS = load(dS_ptr, s0, n_chunk * BK, H * Dv, j * BV, Dv, SK, BV)
         v = load(v_ptr, t0, T, H * Dv, j * BV, Dv, C, BV).to(OP)
-        S = load(S_ptr, i_c * BK, n_chunk * BK, H * Dv, j * BV, Dv, BK, BV)
+        S = load(S_ptr, s0, n_chunk * BK, H * Dv, j * BV, Dv, SK, BV)
+        if DV:
+            At = causal_t(tl.dot(k, tl.trans(q), input_precision=PRECISION), mild, C)
+            dv = tl.dot(k, dS, input_precision=PRECISION)
+            dv = tl.dot(At.to(OP), do, dv, input_precision=PRECISION)          # (C, BV)
+            tl.debug_barrier()                      # all have read dS″ before dv takes its place
+            store(dv_ptr, dv, t0, T, H * Dv, j * BV, Dv, C, BV)
         through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
         P = tl.dot(do, tl.trans(v), P, input_precision=PRECISION)              # (C, C)
-        Pt = tl.dot(v, tl.trans(do), Pt, input_precision=PRECISION)
-        dq = tl.dot(do, tl.trans(S), dq, input_precision=PRECISION)            # (C, BK), lacks s F
-        dk = tl.dot(v, tl.trans(dS), dk, input_precision=PRECISION)            # (C, BK), lacks R
-    P, Pt = causal(P, fast, C).to(OP), causal_t(Pt, fast, C).to(OP)
+        dq = tl.dot(do, tl.trans(S), dq, input_precision=PRECISION)            # (C, SK), lacks s F
+        dk = tl.dot(v, tl.trans(dS), dk, input_precision=PRECISION)            # (C, SK), lacks R
+    F = load(F_ptr, t0, T, H * Dk, c0, Dk, C, SK, 1.0)                         # s F, or −R
+    x = load(g_ptr, t0, T, H * Dk, c0, Dk, C, SK)
+    P = causal(P, mild, C).to(OP)
 
     e = through * (decay / end) + tl.sum(q.to(tl.float32) * dq, 0)             # rowsum(S ⊙ dS)
     dq = tl.dot(P, k, dq, input_precision=PRECISION)
-    dk = tl.dot(Pt, q, dk, input_precision=PRECISION)
+    dk = tl.dot(tl.trans(P), q, dk, input_precision=PRECISION)
     y = k.to(tl.float32) * dk                                                  # k ⊙ dk
     dg = e[None, :] - sums((i[:, None] > i[None, :]).to(OP),
-                           q.to(tl.float32) * dq - y, OP)                      # step 5 (C, BK)
-    dk *= load(R_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-    dq *= load(F_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
+                           q.to(tl.float32) * dq - y, OP)                      # step 5 (C, SK)
+    F, x = F.to(tl.float32), x.to(tl.float32)
+    dq *= tl.maximum(F, 0.0)
+    root = tl.rsqrt(tl.abs(F))          # its square is 1 / s F, at a third of a division's cost
+    dk *= tl.where(F > 0, (decay / end * scale)[None, :] * root * root, -F)
     if not KEY:
         dg += y - dk                                                           # − dk ⊙ α
-    x = load(g_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
     if LOGITS:
         dg *= slope(x) * inv_tau
-    dg = tl.where(x * inv_tau > LOG2_MIN / LOG2_E, dg, 0.0)                    # 0 where clamped
-    store(dq_ptr, dq, t0, T, H * Dk, 0, Dk, C, BK)
-    store(dg_ptr, dg, t0, T, H * Dk, 0, Dk, C, BK)
+    dg = tl.where(x > LOG2_MIN / LOG2_E / inv_tau, dg, 0.0)                    # 0 where clamped
+    store(dq_ptr, dq, t0, T, H * Dk, c0, Dk, C, SK)
+    store(dg_ptr, dg, t0, T, H * Dk, c0, Dk, C, SK)
     if KEY:
-        store(dk_ptr, dk, t0, T, H * Dk, 0, Dk, C, BK)
+        store(dk_ptr, dk, t0, T, H * Dk, c0, Dk, C, SK)
 
 
 @triton.jit
@@ -429,10 +417,10 @@ def exact_output_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, o_ptr, T, H, Dk, 
                         LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr,
                         PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
                         BV: tl.constexpr, GROUP: tl.constexpr):
-    """Step 3 for the pairs inside the chunks that are not fast: adds A v to their o.
+    """Step 3 for the pairs inside the chunks that are not mild: adds A v to their o.
 
     A comes column by column, from the last to the first: A_ij = s Σ_c q_ic k_jc W_ic with
-    W_i = α_{j+1} ⋯ α_i. One program: GROUP chunks of one head; if all are fast it leaves at once.
+    W_i = α_{j+1} ⋯ α_i. One program: GROUP chunks of one head; if all are mild it leaves at once.
     """
     n_chunk = tl.cdiv(T, C)
     n_group = tl.cdiv(n_chunk, GROUP)
@@ -442,14 +430,14 @@ def exact_output_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, o_ptr, T, H, Dk, 
     g_ptr = at_head(g_ptr, i_b, i_h, T, H, Dk)
     v_ptr, o_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(o_ptr, i_b, i_h, T, H, Dv)
     i, c, group = tl.arange(0, C), tl.arange(0, BK), i_g * GROUP + tl.arange(0, GROUP)
-    totals = tl.load(total_ptr + (i_bh * n_chunk + group)[:, None] * Dk + c[None, :],
+    totals = tl.load(total_ptr + ((i_b * n_chunk + group) * H + i_h)[:, None] * Dk + c[None, :],
                      mask=(group < n_chunk)[:, None] & (c < Dk)[None, :], other=0.0)  # (GROUP, BK)
-    if tl.min(tl.min(totals, 1), 0) >= FAST_LIMIT:
+    if tl.min(tl.min(totals, 1), 0) >= STEEP:
         return
     for chunk in range(i_g * GROUP, tl.minimum(i_g * GROUP + GROUP, n_chunk)):
         t0 = chunk * C
-        _, _, fast = chunk_decay(total_ptr, i_bh * n_chunk + chunk, Dk, BK)
-        if not fast:
+        _, _, mild = chunk_decay(total_ptr, (i_b * n_chunk + chunk) * H + i_h, 0, Dk, BK, BK)
+        if not mild:
             q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
             A = tl.zeros([C, C], tl.float32)
             W = tl.zeros([C, BK], tl.float32)
@@ -485,14 +473,14 @@ def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr,
     v_ptr, dv_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(dv_ptr, i_b, i_h, T, H, Dv)
     do_ptr = at_head(do_ptr, i_b, i_h, T, H, Dv)
     i, c, group = tl.arange(0, C), tl.arange(0, BK), i_g * GROUP + tl.arange(0, GROUP)
-    totals = tl.load(total_ptr + (i_bh * n_chunk + group)[:, None] * Dk + c[None, :],
+    totals = tl.load(total_ptr + ((i_b * n_chunk + group) * H + i_h)[:, None] * Dk + c[None, :],
                      mask=(group < n_chunk)[:, None] & (c < Dk)[None, :], other=0.0)  # (GROUP, BK)
-    if tl.min(tl.min(totals, 1), 0) >= FAST_LIMIT:
+    if tl.min(tl.min(totals, 1), 0) >= STEEP:
         return
     for chunk in range(i_g * GROUP, tl.minimum(i_g * GROUP + GROUP, n_chunk)):
         t0 = chunk * C
-        _, _, fast = chunk_decay(total_ptr, i_bh * n_chunk + chunk, Dk, BK)
-        if not fast:
+        _, _, mild = chunk_decay(total_ptr, (i_b * n_chunk + chunk) * H + i_h, 0, Dk, BK, BK)
+        if not mild:
             P = tl.zeros([C, C], tl.float32)
             for c0 in range(0, Dv, BV):
                 v = load(v_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
@@ -559,9 +547,11 @@ def step_kernel(q_ptr, k_ptr, v_ptr, g_ptr, S_ptr, o_ptr, out_ptr, H, Dk, Dv, in
 
 # ── Launches ──────────────────────────────────────────────────────────────────────────────────────
 
-# (16-bit inputs, key width up to) → C, columns of v a program, warps of walk, output; of gradient
-CONFIGS = {(True, 64): (64, 128, 4, 4), (True, 128): (64, 64, 4, 8), (True, 256): (32, 32, 8, 8),
-           (False, 64): (32, 64, 4, 8), (False, 128): (32, 32, 8, 8), (False, 256): (16, 16, 8, 8)}
+# (16-bit inputs, key width up to) → C; columns of v a program, warps and stages of walk; channels
+# and columns a program, warps of gradient
+CONFIGS = {(True, 64): (64, 64, 4, 3, 64, 128, 4), (True, 128): (64, 64, 4, 2, 64, 64, 4),
+           (True, 256): (32, 32, 8, 2, 64, 64, 8), (False, 64): (32, 64, 4, 2, 64, 64, 8),
+           (False, 128): (32, 32, 8, 2, 64, 32, 8), (False, 256): (16, 16, 8, 2, 64, 16, 8)}
 PROGRAMS = 256          # cut sequences into segments until there are about as many programs
 GROUP = 8               # chunks that one program of the exact kernels looks at
 
@@ -569,20 +559,25 @@ GROUP = 8               # chunks that one program of the exact kernels looks at
 class Plan:
     """All that follows from the shapes of a call: block sizes, segments, dtypes, launch options."""
 
-    def __init__(self, shape, Dv, dtype, cuda, key, tau, tf32):
+    def __init__(self, shape, Dv, dtype, g_dtype, device, key, tau, tf32):
         self.sizes = self.T, self.H, self.Dk, self.Dv = *shape[1:], Dv
-        half = dtype != torch.float32
+        half, cuda, self.ready = dtype != torch.float32, device.type == "cuda", {}
         # Narrower 16-bit tiles would do, but Triton 3.6 compiles them wrongly on Hopper (16 and 32
         # wide: wrong numbers, illegal addresses); narrow heads are padded to tiles that pass every
         # test there.
         least = 64 if half else 16
         self.BK = max(least, triton.next_power_of_2(self.Dk))
         width = next(width for bits, width in CONFIGS if bits == half and self.BK <= width)
-        self.C, BV, self.warps, self.grad_warps = CONFIGS[half, width]
+        self.C, BV, self.warps, self.stages, SK, GV, self.grad_warps = CONFIGS[half, width]
         self.BV = min(BV, max(least, triton.next_power_of_2(Dv)))
+        self.GV = min(GV, max(least, triton.next_power_of_2(Dv)))
+        self.SK = min(SK, self.BK)
+        self.grad_dv = self.SK == self.BK
+        self.lend = self.grad_dv and self.BK == self.C and self.T % self.C == 0
         self.n_v = triton.cdiv(Dv, self.BV)
         self.B, self.heads, self.n_chunk = shape[0], shape[0] * self.H, triton.cdiv(self.T, self.C)
-        wanted = triton.cdiv(PROGRAMS, self.heads * self.n_v)
+        programs = self.heads * self.n_v
+        wanted = 1 if programs >= PROGRAMS else triton.cdiv(2 * PROGRAMS, programs)
         self.per_seg = triton.cdiv(self.n_chunk, min(wanted, self.n_chunk))
         self.n_seg = triton.cdiv(self.n_chunk, self.per_seg)
         # 16-bit factors are bfloat16: float16 has no room for 2^90. (The interpreter's products of
@@ -599,34 +594,47 @@ class Plan:
             return reuse.view(self.op_dtype)
         return torch.empty(x.shape, dtype=self.op_dtype, device=x.device)
 
-    def decays(self, k, g, F, kR, R=None):
-        """Step 1: fills F, kR = k̃ and, if wanted, R; returns every chunk's b_C in log₂."""
-        total = torch.empty(self.heads, self.n_chunk, self.Dk, device=g.device, dtype=torch.float32)
-        decays_kernel[(self.heads * self.n_chunk,)](
-            k if k is not None else g, g, F, kR, R if R is not None else kR, total,
-            self.T, self.H, self.Dk, self.inv_tau, WRITE_R=R is not None,
-            **self.gates, ROWS=8, C=self.C, BK=self.BK, num_warps=max(1, self.BK // 64))
+    def launch(self, kernel, programs, *args, num_warps, num_stages=3, **constants):
+        """kernel[programs,](…). Triton looks at every argument of every launch (40 µs) to see which
+        compiled version fits; here that follows from the plan and the constants, so that all but
+        the first launch go straight to it."""
+        key = kernel, *constants.values()
+        if ready := self.ready.get(key):
+            ready[programs, 1, 1](*args, *constants.values())
+        else:                           # None when interpreted
+            self.ready[key] = kernel[programs,](*args, **constants, num_warps=num_warps,
+                                                num_stages=num_stages)
+
+    def decays(self, q, k, g, qF, kR, F=None):
+        """Step 1: fills qF = q̃, kR = k̃ and, if wanted, F; returns every chunk's b_C in log₂."""
+        W = self.H * self.Dk
+        total = empty((self.B, self.n_chunk, W), g, torch.float32)
+        BW = min(128, max(16, triton.next_power_of_2(W)))
+        self.launch(decays_kernel, self.B * self.n_chunk * triton.cdiv(W, BW),
+                    q, k if k is not None else g, g, qF, kR, F if F is not None else qF, total,
+                    self.T, W, self.inv_tau, self.scale, WRITE_F=F is not None,
+                    **self.gates, ROWS=4, C=self.C, BW=BW, num_warps=1)
         return total
 
-    def states(self, x, F, y, total, init, forward, into, last):
-        """Step 2: every chunk's S, or dS″, goes into `into`, the last of all into `last`."""
-        n = self.n_seg - 1
-        seg = torch.empty(self.heads, n, self.Dk, self.Dv, device=y.device, dtype=torch.float32)
-        decay = torch.empty(self.heads, n, self.Dk, device=y.device, dtype=torch.float32)
-        start = init if init is not None else total     # never read without INIT
-        walk = dict(FORWARD=forward, **self.tiles, num_warps=self.warps, num_stages=2)
-        args = (x, F, y, total, seg, decay, start, into, last if last is not None else total,
-                *self.sizes)
+    def walk(self, r, w, y, total, init, forward, states, last, o):
+        """Steps 2 and 3: fills o or dv, `states` with every chunk's S or dS″, and `last`."""
+        n, unused = self.n_seg - 1, total
+        seg = empty((self.heads, n, self.Dk, self.Dv), y, torch.float32) if n else unused
+        decay = empty((self.heads, n, self.Dk), y, torch.float32) if n else unused
+        init, states, last, o, *given = (x for x in (
+            *(x if x is not None else unused for x in (init, states, last, o)),
+            *(x is not None for x in (init, states, last, o))))
+        args = (r, w, y, total, seg, decay, init, states, last, o, *self.sizes, self.n_seg,
+                self.per_seg)
+        options = dict(FORWARD=forward, **self.tiles, num_warps=self.warps, num_stages=self.stages)
         if n:
-            walk_kernel[(self.heads * n * self.n_v,)](
-                *args, self.n_seg, self.per_seg, self.scale, STORE=False,
-                INIT=False, LAST=False, **walk)
-            scan_kernel[(self.heads * triton.cdiv(self.Dk * self.Dv, 256),)](
-                seg, decay, start, self.Dk, self.Dv, n, FORWARD=forward, INIT=init is not None,
-                ROWS=min(16, triton.next_power_of_2(n)), BLOCK=256, num_warps=4)
-        walk_kernel[(self.heads * self.n_seg * self.n_v,)](
-            *args, self.n_seg, self.per_seg, self.scale, STORE=True,
-            INIT=init is not None, LAST=last is not None, **walk)
+            self.launch(walk_kernel, self.heads * n * self.n_v, *args, SEGMENT=True, STORE=False,
+                        OUT=False, INIT=False, LAST=False, **options)
+            self.launch(scan_kernel, self.heads * triton.cdiv(self.Dk * self.Dv, 256),
+                        seg, decay, init, self.Dk, self.Dv, n, FORWARD=forward, INIT=given[0],
+                        ROWS=min(16, triton.next_power_of_2(n)), BLOCK=256, num_warps=4)
+        self.launch(walk_kernel, self.heads * self.n_seg * self.n_v, *args, SEGMENT=False,
+                    STORE=given[1], OUT=given[3], INIT=given[0], LAST=given[2], **options)
 
     def room(self, x):
         """Room for a state of every chunk, laid out as v is: BK rows a chunk in place of C."""
@@ -637,8 +645,8 @@ class Plan:
 cached_plan = functools.lru_cache(1024)(Plan)       # not for symbolic shapes, which have no hash
 
 
-def plan_of(q, k, v, tau, plan):
-    return plan(q.shape, v.shape[-1], q.dtype, q.is_cuda, k is not None, tau,
+def plan_of(q, k, v, g, tau, plan):
+    return plan(q.shape, v.shape[-1], q.dtype, g.dtype, q.device, k is not None, tau,
                 torch.backends.cuda.matmul.allow_tf32)
 
 
@@ -650,95 +658,76 @@ def empty(shape, x, dtype=None):
     return torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
 
 
+def aligned(x):
+    """x in one piece that starts at a multiple of 16 bytes."""
+    if x is None or x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 # tau = 0 says that g holds log α itself rather than logits
 
-@torch.library.custom_op("metala::forward", mutates_args=())
-def forward_op(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor,
-               state: torch.Tensor | None, tau: float, save: bool
-               ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, k, v, g, state = (x if x is None else x.contiguous() for x in (q, k, v, g, state))
-    plan = plan_of(q, k, v, tau, cached_plan)
-    o, final, saved = forward_fake(q, k, v, g, state, tau, save)
+def forward_pass(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor,
+                 state: torch.Tensor | None, tau: float, save: bool
+                 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """o, the final state and, to save for the backward pass, every chunk's state."""
+    q, k, v, g, state = map(aligned, (q, k, v, g, state))
+    plan = plan_of(q, k, v, g, tau, cached_plan)
+    o, final, saved = forward_outputs(plan, q, v, save)
     with on_device(q):
-        F, kR = plan.like(q), plan.like(q)
-        total = plan.decays(k, g, F, kR)
-        states = saved if save else plan.room(q)
-        plan.states(kR, F, v, total, state, True, states, final)
-        output_kernel[(plan.heads * plan.n_chunk * plan.n_v,)](
-            q, F, kR, v, total, states, o, *plan.sizes, plan.scale,
-            **plan.tiles, num_warps=plan.warps)
-        exact_output_kernel[(plan.heads * triton.cdiv(plan.n_chunk, GROUP),)](
-            q, k if k is not None else g, v, g, total, o, *plan.sizes, plan.inv_tau, plan.scale,
-            **plan.gates, **plan.tiles, GROUP=GROUP, num_warps=4)
+        qF, kR = plan.like(q), plan.like(q)
+        total = plan.decays(q, k, g, qF, kR)
+        plan.walk(qF, kR, v, total, state, True, saved if save else None, final, o)
+        plan.launch(exact_output_kernel, plan.heads * triton.cdiv(plan.n_chunk, GROUP),
+                    q, k if k is not None else g, v, g, total, o, *plan.sizes, plan.inv_tau,
+                    plan.scale, **plan.gates, **plan.tiles, GROUP=GROUP, num_warps=4)
     return o, final, saved
 
 
-@forward_op.register_fake
-def forward_fake(q, k, v, g, state, tau, save):
-    plan = plan_of(q, k, v, tau, Plan)
-    o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-    final = torch.empty(plan.B, plan.H, plan.Dk, plan.Dv, dtype=torch.float32, device=q.device)
-    return o, final, plan.room(q) if save else torch.empty(0, dtype=plan.op_dtype, device=q.device)
+def forward_outputs(plan, q, v, save):
+    return (empty(v.shape, q), empty((plan.B, plan.H, plan.Dk, plan.Dv), q, torch.float32),
+            plan.room(q) if save else empty(0, q, plan.op_dtype))
 
 
-@torch.library.custom_op("metala::backward", mutates_args=())
-def backward_op(do: torch.Tensor, dfinal: torch.Tensor | None, q: torch.Tensor,
-                k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor, saved: torch.Tensor,
-                tau: float, dinit_wanted: bool
-                ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    do, dfinal, q, k, v, g = (x if x is None else x.contiguous() for x in (do, dfinal, q, k, v, g))
-    plan = plan_of(q, k, v, tau, cached_plan)
-    dq, dk, dv, dg, dinit = backward_fake(do, dfinal, q, k, v, g, saved, tau, dinit_wanted)
+def backward_pass(do: torch.Tensor, dfinal: torch.Tensor | None, q: torch.Tensor,
+                  k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor, saved: torch.Tensor,
+                  tau: float, dinit_wanted: bool
+                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv, dg or da, and the initial state's gradient; empty where there is none."""
+    do, dfinal, q, k, v, g = map(aligned, (do, dfinal, q, k, v, g))
+    plan = plan_of(q, k, v, g, tau, cached_plan)
+    dq, dk, dv, dg, dinit = backward_outputs(plan, q, k, v, g, dinit_wanted)
     with on_device(q):
-        # dq, dg and dv lend their memory to F, k̃ and dS″, which gradient_kernel reads first
-        F, kR, R = plan.like(q, dq), plan.like(q, dg), plan.like(q)
-        total = plan.decays(k, g, F, kR, R)
-        dS = plan.like(dv, dv) if plan.BK == plan.C and plan.T % plan.C == 0 else plan.room(q)
-        plan.states(q, F, do, total, dfinal, False, dS, dinit if dinit_wanted else None)
-        gradient_kernel[(plan.heads * plan.n_chunk,)](
-            q, F, kR, R, v, g, do, total, saved, dS, dq, dk, dv, dg,
-            *plan.sizes, plan.inv_tau, plan.scale,
-            **plan.gates, **plan.tiles, N_V=plan.n_v, num_warps=plan.grad_warps)
-        exact_gradient_kernel[(plan.heads * triton.cdiv(plan.n_chunk, GROUP),)](
-            q, k if k is not None else g, v, g, total, do, dq, dk, dv, dg,
-            *plan.sizes, plan.inv_tau, plan.scale,
-            **plan.gates, **plan.tiles, GROUP=GROUP, num_warps=4)
+        # dq, dg and dv lend their memory to q̃, k̃ and dS″, which gradient_kernel reads first
+        qF, kR, F = plan.like(q, dq), plan.like(q, dg), plan.like(q)
+        total = plan.decays(q, k, g, qF, kR, F)
+        dS = plan.like(dv, dv) if plan.lend else plan.room(q)
+        plan.walk(kR, qF, do, total, dfinal, False, dS, dinit if dinit_wanted else None,
+                  None if plan.grad_dv else dv)
+        plan.launch(gradient_kernel, plan.heads * plan.n_chunk * triton.cdiv(plan.Dk, plan.SK),
+                    qF, kR, F, v, g, do, total, saved, dS, dq, dk, dv, dg,
+                    *plan.sizes, plan.inv_tau, plan.scale,
+                    **plan.gates, **plan.tiles | dict(BV=plan.GV), SK=plan.SK,
+                    N_V=triton.cdiv(plan.Dv, plan.GV), DV=plan.grad_dv, num_warps=plan.grad_warps)
+        plan.launch(exact_gradient_kernel, plan.heads * triton.cdiv(plan.n_chunk, GROUP),
+                    q, k if k is not None else g, v, g, total, do, dq, dk, dv, dg,
+                    *plan.sizes, plan.inv_tau, plan.scale,
+                    **plan.gates, **plan.tiles, GROUP=GROUP, num_warps=4)
     return dq, dk, dv, dg, dinit
 
 
-@backward_op.register_fake
-def backward_fake(do, dfinal, q, k, v, g, saved, tau, dinit_wanted):
-    dk = empty(k.shape if k is not None else (0,), q)
-    dinit = empty((q.shape[0], q.shape[2], q.shape[3], v.shape[3]) if dinit_wanted else (0,),
-                  q, torch.float32)
-    return empty(q.shape, q), dk, empty(v.shape, v), empty(g.shape, g), dinit
+def backward_outputs(plan, q, k, v, g, dinit_wanted):
+    dinit = (plan.B, plan.H, plan.Dk, plan.Dv) if dinit_wanted else 0
+    return (empty(q.shape, q), empty(k.shape if k is not None else 0, q), empty(v.shape, q),
+            empty(g.shape, g), empty(dinit, q, torch.float32))
 
 
-def setup_context(ctx, inputs, output):
-    q, k, v, g, state, ctx.tau, _ = inputs
-    ctx.save_for_backward(q, k, v, g, output[2])
-    ctx.dinit_wanted = state is not None and state.requires_grad
-    ctx.set_materialize_grads(False)
-
-
-def backward(ctx, do, dfinal, _):
-    q, k, v, g, saved = ctx.saved_tensors
-    if do is None:
-        do = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    dq, dk, dv, dg, dinit = backward_op(do, dfinal, q, k, v, g, saved, ctx.tau, ctx.dinit_wanted)
-    return (dq, dk if k is not None else None, dv, dg, dinit if ctx.dinit_wanted else None,
-            None, None)
-
-
-forward_op.register_autograd(backward, setup_context=setup_context)
-
-
-@torch.library.custom_op("metala::step", mutates_args=("out",))
-def step_op(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor,
-            state: torch.Tensor | None, out: torch.Tensor, tau: float) -> torch.Tensor:
-    q, k, v, g, state = (x if x is None else x.contiguous() for x in (q, k, v, g, state))
+def step(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor,
+         state: torch.Tensor | None, out: torch.Tensor, tau: float) -> torch.Tensor:
+    """o of a single token; the new state goes into `out`, which may be `state`."""
+    q, k, v, g, state = map(aligned, (q, k, v, g, state))
     B, _, H, Dk = q.shape
-    Dv, o = v.shape[-1], step_fake(q, k, v, g, state, out, tau)
+    Dv, o = v.shape[-1], empty(v.shape, v)
     BK, BV = max(16, triton.next_power_of_2(Dk)), min(32, triton.next_power_of_2(Dv))
     with on_device(q):
         step_kernel[(B * H * triton.cdiv(Dv, BV),)](
@@ -748,9 +737,55 @@ def step_op(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torch.T
     return o
 
 
+# The same as operators, which torch.compile takes as they are and whose shapes it can ask for.
+forward_op = torch.library.custom_op("metala::forward", forward_pass, mutates_args=())
+backward_op = torch.library.custom_op("metala::backward", backward_pass, mutates_args=())
+step_op = torch.library.custom_op("metala::step", step, mutates_args=("out",))
+
+
+@forward_op.register_fake
+def _(q, k, v, g, state, tau, save):
+    return forward_outputs(plan_of(q, k, v, g, tau, Plan), q, v, save)
+
+
+@backward_op.register_fake
+def _(do, dfinal, q, k, v, g, saved, tau, dinit_wanted):
+    return backward_outputs(plan_of(q, k, v, g, tau, Plan), q, k, v, g, dinit_wanted)
+
+
 @step_op.register_fake
-def step_fake(q, k, v, g, state, out, tau):
+def _(q, k, v, g, state, out, tau):
     return empty(v.shape, v)
+
+
+def setup_context(ctx, inputs, output):
+    q, k, v, g, state, ctx.tau, _ = inputs
+    ctx.save_for_backward(q, k, v, g, output[2])
+    ctx.dinit_wanted = state is not None and state.requires_grad
+    ctx.set_materialize_grads(False)
+
+
+def backward(how, ctx, do, dfinal, _):
+    q, k, v, g, saved = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+    dq, dk, dv, dg, dinit = how(do, dfinal, q, k, v, g, saved, ctx.tau, ctx.dinit_wanted)
+    return (dq, dk if k is not None else None, dv, dg, dinit if ctx.dinit_wanted else None,
+            None, None)
+
+
+forward_op.register_autograd(functools.partial(backward, backward_op), setup_context=setup_context)
+
+
+class Eager(torch.autograd.Function):
+    """forward_op without the dispatcher, which takes longer (half a millisecond) than the GPU."""
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = forward_pass(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(once_differentiable(functools.partial(backward, backward_pass)))
 
 
 def run(q, k, v, g, state, tau, in_place):
@@ -763,14 +798,17 @@ def run(q, k, v, g, state, tau, in_place):
     if max(q.shape[-1], v.shape[-1]) > 256:
         raise ValueError("the Triton kernel takes Dk, Dv ≤ 256, "
                          f"not {q.shape[-1]} and {v.shape[-1]}")
-    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad
-                                           for x in (q, k, v, g, state))
+    inputs = q, k, v, g, state
+    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    traced = torch.compiler.is_compiling() or any(
+        x is not None and type(x) not in (torch.Tensor, torch.nn.Parameter) for x in inputs)
     if q.shape[1] == 1 and not grad:
         shape = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
         reuse = in_place and state is not None and state.is_contiguous()
         out = state if reuse else empty(shape, q, torch.float32)
-        return step_op(q, k, v, g, state, out, tau), out
-    return forward_op(q, k, v, g, state, tau, grad)[:2]
+        return (step_op if traced else step)(*inputs, out, tau), out
+    how = forward_op if traced else Eager.apply if grad else forward_pass
+    return how(*inputs, tau, grad)[:2]
 
 
 def metala_attention(q, a, v, tau=16.0, state=None, in_place=False):
