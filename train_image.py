@@ -398,7 +398,8 @@ def caught_signals():
     """A list that receives SIGINT or SIGTERM, for the loop to look at. A second one kills."""
     def catch(number, frame):
         caught.append(number)
-        signal.signal(number, before[number])
+        if WORLD == 1:  # torchrun may send a process what it has got already
+            signal.signal(number, before[number])
     caught = []
     before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
