@@ -306,26 +306,23 @@ def walk_kernel(r_ptr, w_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, al
 
 @triton.jit
 def scan_kernel(U_ptr, D_ptr, init_ptr, Dk, Dv, n, FORWARD: tl.constexpr, INIT: tl.constexpr,
-                ROWS: tl.constexpr, BLOCK: tl.constexpr):
+                ROWS: tl.constexpr, BV: tl.constexpr):
     """Step 2 between segments: U_i ← D_i ⊙ U_{i-1} + U_i in place over n segments (from the last to
     the first when backward), U_{-1} being init or zero; U_i is what segment i alone adds, D_i its
-    decay. One program: BLOCK elements of one head's state, ROWS segments at a time."""
-    n_block = tl.cdiv(Dk * Dv, BLOCK)
-    i_bh = (tl.program_id(0) // n_block).to(tl.int64)
-    e = (tl.program_id(0) % n_block) * BLOCK + tl.arange(0, BLOCK)
-    S = tl.zeros([BLOCK], tl.float32)
+    decay. One program: one channel of one head's state, ROWS segments at a time."""
+    i_bh, channel = (tl.program_id(0) // Dk).to(tl.int64), tl.program_id(0) % Dk
+    c, i = tl.arange(0, BV), tl.arange(0, ROWS)
+    S = tl.zeros([BV], tl.float32)
     if INIT:
-        S = tl.load(init_ptr + i_bh * Dk * Dv + e, mask=e < Dk * Dv, other=0.0)
-    i = tl.arange(0, ROWS)
+        S = tl.load(init_ptr + (i_bh * Dk + channel) * Dv + c, mask=c < Dv, other=0.0)
     for i0 in range(0, n, ROWS):
-        slot = i_bh * n + (i0 + i if FORWARD else n - 1 - i0 - i)
-        mask = (i0 + i < n)[:, None] & (e < Dk * Dv)[None, :]
-        # D and U: (ROWS, BLOCK)
-        U = tl.load(U_ptr + slot[:, None] * Dk * Dv + e[None, :], mask=mask, other=0.0)
-        D = tl.load(D_ptr + slot[:, None] * Dk + (e // Dv)[None, :], mask=mask, other=1.0)
+        row = (i_bh * n + (i0 + i if FORWARD else n - 1 - i0 - i)) * Dk + channel
+        mask = (i0 + i < n)[:, None] & (c < Dv)[None, :]
+        U = tl.load(U_ptr + row[:, None] * Dv + c[None, :], mask=mask, other=0.0)  # (ROWS, BV)
+        D = tl.load(D_ptr + row, mask=i0 + i < n, other=1.0)[:, None] + tl.zeros_like(U)
         D, U = tl.associative_scan((D, U), 0, then)
         U += D * S[None, :]
-        tl.store(U_ptr + slot[:, None] * Dk * Dv + e[None, :], U, mask=mask)
+        tl.store(U_ptr + row[:, None] * Dv + c[None, :], U, mask=mask)
         S = tl.sum(tl.where((i == ROWS - 1)[:, None], U, 0.0), 0)
 
 
@@ -361,6 +358,7 @@ def gradient_kernel(q_ptr, k_ptr, F_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr,
                      at_head(dS_ptr, i_b, i_h, n_chunk * BK, H, Dv))
     c0 = i_k * SK
     t0, s0, i = (i_c * C).to(tl.int32), (i_c * BK + c0).to(tl.int32), tl.arange(0, C)
+    c = tl.arange(0, SK)
     decay, end, mild = chunk_decay(total_ptr, (i_b * n_chunk + i_c) * H + i_h, c0, Dk, BK, SK)
 
     q = load(q_ptr, t0, T, H * Dk, c0, Dk, C, SK)                              # q̃ (C, SK)
@@ -383,7 +381,9 @@ def gradient_kernel(q_ptr, k_ptr, F_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr,
             dv = tl.dot(At.to(OP), do, dv, input_precision=PRECISION)          # (C, BV)
             tl.debug_barrier()                      # all have read dS″ before dv takes its place
             store(dv_ptr, dv, t0, T, H * Dv, j * BV, Dv, C, BV)
-        through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        # the diagonal of a product of matrices: cheaper than to unpack both and multiply
+        SdS = tl.dot(S, tl.trans(dS), input_precision=PRECISION)               # (SK, SK)
+        through += tl.sum(tl.where(c[:, None] == c[None, :], SdS, 0.0), 1)
         P = tl.dot(do, tl.trans(v), P, input_precision=PRECISION)              # (C, C)
         dq = tl.dot(do, tl.trans(S), dq, input_precision=PRECISION)            # (C, SK), lacks s F
         dk = tl.dot(v, tl.trans(dS), dk, input_precision=PRECISION)            # (C, SK), lacks R
@@ -413,80 +413,77 @@ def gradient_kernel(q_ptr, k_ptr, F_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr,
 
 
 @triton.jit
-def exact_output_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, o_ptr, T, H, Dk, Dv, inv_tau, scale,
-                        LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr,
+def exact_output_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, o_ptr, T, H, Dk, Dv, n_items,
+                        inv_tau, scale, LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr,
                         PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
                         BV: tl.constexpr, GROUP: tl.constexpr):
     """Step 3 for the pairs inside the chunks that are not mild: adds A v to their o.
 
     A comes column by column, from the last to the first: A_ij = s Σ_c q_ic k_jc W_ic with
-    W_i = α_{j+1} ⋯ α_i. One program: GROUP chunks of one head; if all are mild it leaves at once.
+    W_i = α_{j+1} ⋯ α_i. One program: GROUP of the chunks of all
+    heads; if all are mild it leaves at once.
     """
     n_chunk = tl.cdiv(T, C)
-    n_group = tl.cdiv(n_chunk, GROUP)
-    i_g, i_bh = tl.program_id(0) % n_group, (tl.program_id(0) // n_group).to(tl.int64)
-    i_b, i_h = i_bh // H, i_bh % H
-    q_ptr, k_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(k_ptr, i_b, i_h, T, H, Dk)
-    g_ptr = at_head(g_ptr, i_b, i_h, T, H, Dk)
-    v_ptr, o_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(o_ptr, i_b, i_h, T, H, Dv)
-    i, c, group = tl.arange(0, C), tl.arange(0, BK), i_g * GROUP + tl.arange(0, GROUP)
-    totals = tl.load(total_ptr + ((i_b * n_chunk + group) * H + i_h)[:, None] * Dk + c[None, :],
-                     mask=(group < n_chunk)[:, None] & (c < Dk)[None, :], other=0.0)  # (GROUP, BK)
+    i, c, group = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    totals = tl.load(total_ptr + group.to(tl.int64)[:, None] * Dk + c[None, :],
+                     mask=(group < n_items)[:, None] & (c < Dk)[None, :], other=0.0)  # (GROUP, BK)
     if tl.min(tl.min(totals, 1), 0) >= STEEP:
         return
-    for chunk in range(i_g * GROUP, tl.minimum(i_g * GROUP + GROUP, n_chunk)):
-        t0 = chunk * C
-        _, _, mild = chunk_decay(total_ptr, (i_b * n_chunk + chunk) * H + i_h, 0, Dk, BK, BK)
+    first = tl.program_id(0) * GROUP
+    for item in range(first, tl.minimum(first + GROUP, n_items)):
+        _, _, mild = chunk_decay(total_ptr, item, 0, Dk, BK, BK)
         if not mild:
-            q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
+            i_h, t0, i_b = item % H, item // H % n_chunk * C, (item // H // n_chunk).to(tl.int64)
+            q_at, k_at = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(k_ptr, i_b, i_h, T, H, Dk)
+            v_at, o_at = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(o_ptr, i_b, i_h, T, H, Dv)
+            g_at = at_head(g_ptr, i_b, i_h, T, H, Dk)
+            q = load(q_at, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
             A = tl.zeros([C, C], tl.float32)
             W = tl.zeros([C, BK], tl.float32)
             alpha = tl.zeros([BK], tl.float32)
             for n in range(C):
                 j = C - 1 - n
                 W = tl.where((i == j)[:, None], 1.0, W * alpha[None, :])
-                g_j, k_j = gate_row(g_ptr, k_ptr, t0 + j, T, H, Dk, inv_tau, LOGITS, KEY, BK)
+                g_j, k_j = gate_row(g_at, k_at, t0 + j, T, H, Dk, inv_tau, LOGITS, KEY, BK)
                 A += tl.where((i == j)[None, :], tl.sum(q * W * k_j[None, :], 1)[:, None], 0.0)
                 alpha = tl.exp2(g_j)
             for c0 in range(0, Dv, BV):
-                v = load(v_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
-                o = load(o_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
-                store(o_ptr, tl.dot(A.to(OP), v, o, input_precision=PRECISION), t0, T, H * Dv,
+                v = load(v_at, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+                o = load(o_at, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
+                store(o_at, tl.dot(A.to(OP), v, o, input_precision=PRECISION), t0, T, H * Dv,
                       c0, Dv, C, BV)
 
 
 @triton.jit
 def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr,
-                          dq_ptr, dk_ptr, dv_ptr, dg_ptr, T, H, Dk, Dv, inv_tau, scale,
+                          dq_ptr, dk_ptr, dv_ptr, dg_ptr, T, H, Dk, Dv, n_items, inv_tau, scale,
                           LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr,
                           PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
                           BV: tl.constexpr, GROUP: tl.constexpr):
     """Steps 4 and 5 for the same pairs (read i ≥ write j): adds what they give to dq, dk, dv and dg
     or da. One program: as in exact_output_kernel."""
     n_chunk = tl.cdiv(T, C)
-    n_group = tl.cdiv(n_chunk, GROUP)
-    i_g, i_bh = tl.program_id(0) % n_group, (tl.program_id(0) // n_group).to(tl.int64)
-    i_b, i_h = i_bh // H, i_bh % H
-    q_ptr, k_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(k_ptr, i_b, i_h, T, H, Dk)
-    g_ptr, dg_ptr = at_head(g_ptr, i_b, i_h, T, H, Dk), at_head(dg_ptr, i_b, i_h, T, H, Dk)
-    dq_ptr, dk_ptr = at_head(dq_ptr, i_b, i_h, T, H, Dk), at_head(dk_ptr, i_b, i_h, T, H, Dk)
-    v_ptr, dv_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(dv_ptr, i_b, i_h, T, H, Dv)
-    do_ptr = at_head(do_ptr, i_b, i_h, T, H, Dv)
-    i, c, group = tl.arange(0, C), tl.arange(0, BK), i_g * GROUP + tl.arange(0, GROUP)
-    totals = tl.load(total_ptr + ((i_b * n_chunk + group) * H + i_h)[:, None] * Dk + c[None, :],
-                     mask=(group < n_chunk)[:, None] & (c < Dk)[None, :], other=0.0)  # (GROUP, BK)
+    i, c, group = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    totals = tl.load(total_ptr + group.to(tl.int64)[:, None] * Dk + c[None, :],
+                     mask=(group < n_items)[:, None] & (c < Dk)[None, :], other=0.0)  # (GROUP, BK)
     if tl.min(tl.min(totals, 1), 0) >= STEEP:
         return
-    for chunk in range(i_g * GROUP, tl.minimum(i_g * GROUP + GROUP, n_chunk)):
-        t0 = chunk * C
-        _, _, mild = chunk_decay(total_ptr, (i_b * n_chunk + chunk) * H + i_h, 0, Dk, BK, BK)
+    first = tl.program_id(0) * GROUP
+    for item in range(first, tl.minimum(first + GROUP, n_items)):
+        _, _, mild = chunk_decay(total_ptr, item, 0, Dk, BK, BK)
         if not mild:
+            i_h, t0, i_b = item % H, item // H % n_chunk * C, (item // H // n_chunk).to(tl.int64)
+            q_at, k_at = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(k_ptr, i_b, i_h, T, H, Dk)
+            g_at, dg_at = at_head(g_ptr, i_b, i_h, T, H, Dk), at_head(dg_ptr, i_b, i_h, T, H, Dk)
+            dq_at, dk_at = at_head(dq_ptr, i_b, i_h, T, H, Dk), at_head(dk_ptr, i_b, i_h, T, H, Dk)
+            v_at, dv_at = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(dv_ptr, i_b, i_h, T, H, Dv)
+            do_at = at_head(do_ptr, i_b, i_h, T, H, Dv)
             P = tl.zeros([C, C], tl.float32)
             for c0 in range(0, Dv, BV):
-                v = load(v_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
-                do = load(do_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+                v = load(v_at, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+                do = load(do_at, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
                 P = tl.dot(do, tl.trans(v), P, input_precision=PRECISION)
-            q = load(q_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
+            q = load(q_at, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
             At = tl.zeros([C, C], tl.float32)
             dq = tl.zeros([C, BK], tl.float32)
             dk = tl.zeros([C, BK], tl.float32)
@@ -495,33 +492,33 @@ def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr,
             for n in range(C):
                 j = C - 1 - n
                 W = tl.where((i == j)[:, None], 1.0, W * alpha[None, :])
-                g_j, k_j = gate_row(g_ptr, k_ptr, t0 + j, T, H, Dk, inv_tau, LOGITS, KEY, BK)
+                g_j, k_j = gate_row(g_at, k_at, t0 + j, T, H, Dk, inv_tau, LOGITS, KEY, BK)
                 At += tl.where((i == j)[:, None], tl.sum(q * W * k_j[None, :], 1)[None, :], 0.0)
                 pW = tl.sum(tl.where((i == j)[None, :], P, 0.0), 1)[:, None] * W    # P[:, j] ⊙ W
                 dq += pW * k_j[None, :]
                 dk += tl.where((i == j)[:, None], tl.sum(pW * q, 0)[None, :], 0.0)
                 alpha = tl.exp2(g_j)
             for c0 in range(0, Dv, BV):
-                do = load(do_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
-                dv = load(dv_ptr, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
-                store(dv_ptr, tl.dot(At.to(OP), do, dv, input_precision=PRECISION), t0, T, H * Dv,
+                do = load(do_at, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+                dv = load(dv_at, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
+                store(dv_at, tl.dot(At.to(OP), do, dv, input_precision=PRECISION), t0, T, H * Dv,
                       c0, Dv, C, BV)
-            x = load(g_ptr, t0, T, H * Dk, 0, Dk, C, BK, 1e4 if LOGITS else 0.0)
+            x = load(g_at, t0, T, H * Dk, 0, Dk, C, BK, 1e4 if LOGITS else 0.0)
             g = log2_alpha(x, inv_tau, LOGITS)
-            k = load(k_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) if KEY else key_of(g)
+            k = load(k_at, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) if KEY else key_of(g)
             dg = -sums((i[:, None] > i[None, :]).to(OP), q * dq - k * dk, OP)       # step 5, e = 0
             if not KEY:
                 dg -= dk * tl.exp2(g)
             if LOGITS:
                 dg *= slope(x.to(tl.float32)) * inv_tau
             dg = tl.where(g > LOG2_MIN, dg, 0.0)
-            dq = dq * scale + load(dq_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-            store(dq_ptr, dq, t0, T, H * Dk, 0, Dk, C, BK)
-            dg += load(dg_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-            store(dg_ptr, dg, t0, T, H * Dk, 0, Dk, C, BK)
+            dq = dq * scale + load(dq_at, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
+            store(dq_at, dq, t0, T, H * Dk, 0, Dk, C, BK)
+            dg += load(dg_at, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
+            store(dg_at, dg, t0, T, H * Dk, 0, Dk, C, BK)
             if KEY:
-                dk += load(dk_ptr, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-                store(dk_ptr, dk, t0, T, H * Dk, 0, Dk, C, BK)
+                dk += load(dk_at, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
+                store(dk_at, dk, t0, T, H * Dk, 0, Dk, C, BK)
 
 
 @triton.jit
@@ -576,6 +573,7 @@ class Plan:
         self.lend = self.grad_dv and self.BK == self.C and self.T % self.C == 0
         self.n_v = triton.cdiv(Dv, self.BV)
         self.B, self.heads, self.n_chunk = shape[0], shape[0] * self.H, triton.cdiv(self.T, self.C)
+        self.n_items = self.heads * self.n_chunk
         programs = self.heads * self.n_v
         wanted = 1 if programs >= PROGRAMS else triton.cdiv(2 * PROGRAMS, programs)
         self.per_seg = triton.cdiv(self.n_chunk, min(wanted, self.n_chunk))
@@ -626,13 +624,14 @@ class Plan:
             *(x is not None for x in (init, states, last, o))))
         args = (r, w, y, total, seg, decay, init, states, last, o, *self.sizes, self.n_seg,
                 self.per_seg)
-        options = dict(FORWARD=forward, **self.tiles, num_warps=self.warps, num_stages=self.stages)
+        options = dict(FORWARD=forward, **self.tiles, num_warps=self.warps,
+                       num_stages=min(self.stages, self.per_seg))
         if n:
             self.launch(walk_kernel, self.heads * n * self.n_v, *args, SEGMENT=True, STORE=False,
                         OUT=False, INIT=False, LAST=False, **options)
-            self.launch(scan_kernel, self.heads * triton.cdiv(self.Dk * self.Dv, 256),
-                        seg, decay, init, self.Dk, self.Dv, n, FORWARD=forward, INIT=given[0],
-                        ROWS=min(16, triton.next_power_of_2(n)), BLOCK=256, num_warps=4)
+            self.launch(scan_kernel, self.heads * self.Dk, seg, decay, init, self.Dk, self.Dv, n,
+                        FORWARD=forward, INIT=given[0], ROWS=min(16, triton.next_power_of_2(n)),
+                        BV=triton.next_power_of_2(self.Dv), num_warps=1)
         self.launch(walk_kernel, self.heads * self.n_seg * self.n_v, *args, SEGMENT=False,
                     STORE=given[1], OUT=given[3], INIT=given[0], LAST=given[2], **options)
 
@@ -678,9 +677,9 @@ def forward_pass(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: to
         qF, kR = plan.like(q), plan.like(q)
         total = plan.decays(q, k, g, qF, kR)
         plan.walk(qF, kR, v, total, state, True, saved if save else None, final, o)
-        plan.launch(exact_output_kernel, plan.heads * triton.cdiv(plan.n_chunk, GROUP),
-                    q, k if k is not None else g, v, g, total, o, *plan.sizes, plan.inv_tau,
-                    plan.scale, **plan.gates, **plan.tiles, GROUP=GROUP, num_warps=4)
+        plan.launch(exact_output_kernel, triton.cdiv(plan.n_items, GROUP),
+                    q, k if k is not None else g, v, g, total, o, *plan.sizes, plan.n_items,
+                    plan.inv_tau, plan.scale, **plan.gates, **plan.tiles, GROUP=GROUP, num_warps=4)
     return o, final, saved
 
 
@@ -709,9 +708,9 @@ def backward_pass(do: torch.Tensor, dfinal: torch.Tensor | None, q: torch.Tensor
                     *plan.sizes, plan.inv_tau, plan.scale,
                     **plan.gates, **plan.tiles | dict(BV=plan.GV), SK=plan.SK,
                     N_V=triton.cdiv(plan.Dv, plan.GV), DV=plan.grad_dv, num_warps=plan.grad_warps)
-        plan.launch(exact_gradient_kernel, plan.heads * triton.cdiv(plan.n_chunk, GROUP),
+        plan.launch(exact_gradient_kernel, triton.cdiv(plan.n_items, GROUP),
                     q, k if k is not None else g, v, g, total, do, dq, dk, dv, dg,
-                    *plan.sizes, plan.inv_tau, plan.scale,
+                    *plan.sizes, plan.n_items, plan.inv_tau, plan.scale,
                     **plan.gates, **plan.tiles, GROUP=GROUP, num_warps=4)
     return dq, dk, dv, dg, dinit
 
