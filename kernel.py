@@ -3,7 +3,7 @@
     S_t = diag(α_t) S_{t-1} + k_tᵀ v_t    o_t = s · q_t S_t    α = σ(a)^(1/τ), k = 1 − α, s = Dk^-½
 
 `metala.chunkwise` computes the same in PyTorch. Here α, log α and k are formed from the logits a in
-float32 registers; what reaches memory, for the length of one pass, are the factors F, k̃, R below.
+float32 registers; what reaches memory, for the length of one pass, are the factors q̃, k̃, F below.
 
 The derivation. Inside a chunk of C steps let b_i = log α_1 + … + log α_i. A read at i finds a write
 at j ≤ i faded by e^{b_i − b_j}, which splits into a factor of the read and one of the write:
@@ -12,7 +12,7 @@ at j ≤ i faded by e^{b_i − b_j}, which splits into a factor of the read and 
 
 so that every step becomes a product of matrices. S is the state before the chunk, S' after it:
 
-    1 decays   F, R, and e^{b_C}, the decay of the whole chunk
+    1 factors  q̃, k̃, F, and e^{b_C}, the decay of the whole chunk
     2 states   S'  = e^{b_C} ⊙ (S + k̃ᵀ v)                        from the first chunk to the last
                dS″ = e^{b_C} ⊙ dS',   dS = dS″ + q̃ᵀ do           from the last chunk to the first
     3 output   o = A v + q̃ S,   A = tril(q̃ k̃ᵀ)
@@ -26,19 +26,20 @@ j < t, which all pass through step t. e counts those that pass the chunk's start
 leaves the sum and a write enters it. Where gates close these terms cancel almost entirely, so they
 are summed from the same rounded q̃, k̃ and P that made dq and dk, and start afresh in every chunk.
 
-No input overflows. R would, in a chunk that fades some channel below 2^-90. Such a chunk counts R
-from its end, R_j = e^{b_C − b_j} ≤ 1, and k̃ meets no further e^{b_C}: S' = e^{b_C} ⊙ S + k̃ᵀ v in
-step 2, and dS' in place of dS″ in step 4. This serves all that passes the chunk's edges. The pairs
-inside it are left out of A and P and added by two kernels of their own, column by column, from
-W_i = α_{j+1} ⋯ α_i, a product of numbers ≤ 1; where no chunk is like that their programs leave at
-once. log α is clamped at −40: e^-40 is nothing beside 1 in float32.
+No input overflows. R would, in a channel that a chunk fades below 2^-90. Such a steep channel
+counts R from the chunk's end, R_j = e^{b_C − b_j} ≤ 1, and its k̃ meets no further e^{b_C}: in step
+2 S' = e^{b_C} ⊙ S + k̃ᵀ v, and dS' in place of dS″. This serves all that passes the chunk's edges.
+The pairs inside a chunk with a steep channel are left out of A and P and added by two kernels of
+their own, column by column, from W_i = α_{j+1} ⋯ α_i, a product of numbers ≤ 1; where every chunk
+is mild their programs leave at once. log α is clamped at −40: e^-40 is nothing beside 1 in float32.
 
-Parallel over time as well as over heads: steps 1, 3, 4 and 5 take every chunk by itself. Step 2
-cuts a sequence into a few segments; a first pass finds what each segment alone adds, a short scan
-turns that into the state at every segment's edge, and a second pass fills in the chunks' states.
+Parallel over time as well as over heads: steps 1, 4 and 5 take every chunk by itself. One kernel
+walks through the chunks for steps 2 and 3, with the state in registers. Where batch and heads are
+too few to fill a GPU, it cuts the sequence into segments: a first walk finds what each segment
+alone adds, a short scan turns that into the state at every segment's edge.
 
 Memory. q, a, v, o and their gradients once each; for training the state of every chunk in 16 bits,
-Dk / C of the size of v. F, k̃ and, backward, R and dS″ live for one pass; there F, k̃ and dS″ lie,
+Dk / C of the size of v. q̃, k̃ and, backward, F and dS″ live for one pass; there q̃, k̃, dS″ lie,
 where they fit, in the memory that dq, da and dv are going to fill.
 
     python kernel.py        prints a benchmark (needs a CUDA GPU)
@@ -56,12 +57,12 @@ from torch.autograd.function import once_differentiable
 # Decays are kept as log₂ α, because 2^x is one instruction.
 LOG2_E = tl.constexpr(math.log2(math.e))
 LOG2_MIN = tl.constexpr(-58.0)          # the least log₂ α: e^-40
-STEEP = tl.constexpr(-90.0)        # log₂ decay of a chunk below which R counts from its end
+STEEP = tl.constexpr(-90.0)             # log₂ decay over a chunk below which a channel is steep
 
 
 # ── Parts ─────────────────────────────────────────────────────────────────────────────────────────
 #
-# Memory of q, k, g, F, k̃, R: (B, T, H, Dk), of v, o: (B, T, H, Dv), of the chunks' states: like v,
+# Memory of q, k, g, q̃, k̃, F: (B, T, H, Dk), of v, o: (B, T, H, Dv), of the chunks' states: as v,
 # with BK rows a chunk; all contiguous. g is a where LOGITS, else log α; k is read where KEY, else
 # it is 1 − α. A pointer is moved to its (b, h) once, in 64 bits; from there one time step is H·D
 # elements further on.
@@ -178,7 +179,7 @@ def decays_kernel(q_ptr, k_ptr, g_ptr, qF_ptr, kR_ptr, F_ptr, total_ptr, T, W, i
     t0, c0, c = i_c * C, i_w * BW, i_w * BW + tl.arange(0, BW)
 
     total = tl.zeros([BW], tl.float32)
-    for n in range(0, C, ROWS):
+    for n in tl.range(0, C, ROWS, num_stages=3):            # loads run two rounds ahead
         t = t0 + n
         g, k = decays_and_keys(g_ptr, k_ptr, t, T, W, c0, W, inv_tau, LOGITS, KEY, ROWS, BW)
         q = load(q_ptr, t, T, W, c0, W, ROWS, BW).to(tl.float32)               # (ROWS, BW)
@@ -242,12 +243,12 @@ def walk_kernel(r_ptr, w_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, al
     """Steps 2 and 3: the state from chunk to chunk, or its gradient, inside one segment, and what
     is read from it.
 
-        forward    r = q̃, w = k̃, y = v     S  ← e^{b_C} ⊙ (S + wᵀ y)      o  = tril(r wᵀ) y + r S
-        backward   r = k̃, w = q̃, y = do    dS ← e^{b_C} ⊙ dS' + wᵀ y      dv = triu(r wᵀ) y + r dS″
+        forward    r = q̃, w = k̃, y = v    S  ← e^{b_C} ⊙ (S + wᵀ y)    o  = tril(r wᵀ) y + r S
+        backward   r = k̃, w = q̃, y = do   dS ← e^{b_C} ⊙ dS' + wᵀ y    dv = triu(r wᵀ) y + r dS″
 
     With SEGMENT it starts from zero and leaves what the segment alone adds, and its decay. Else it
     starts from the state at the segment's edge and leaves, with OUT, o or dv; with STORE every
-    chunk's S or dS″ (dS' where the chunk is not mild); and the last of all. The names S and o stand
+    chunk's S or dS″ (dS' in steep channels); and the last of all. The names S and o stand
     for dS and dv when backward. One program: one segment of one head, BV columns, in registers.
     """
     n_v, n = tl.cdiv(Dv, BV), n_seg - 1 if SEGMENT else n_seg
@@ -289,7 +290,7 @@ def walk_kernel(r_ptr, w_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, al
             o = tl.dot(r, S.to(OP), input_precision=PRECISION)
             o = tl.dot(A.to(OP), y, o, input_precision=PRECISION)              # (C, BV)
             store(o_ptr, o, t0, T, H * Dv, i_v * BV, Dv, C, BV)
-        # e^{b_C} / end is 1 where the chunk is mild, and spares a product of its own
+        # e^{b_C} / end is 1 but in steep channels, and spares a product of its own
         S = tl.dot(tl.trans(w), y, S * (decay / end)[:, None], input_precision=PRECISION)
         if FORWARD:
             S *= end[:, None]
@@ -341,8 +342,8 @@ def gradient_kernel(q_ptr, k_ptr, F_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr,
     """Steps 4 and 5: dq, dk, dg or da, with DV also dv. One program: one chunk of one head, SK
     channels.
 
-    The name dS stands for dS″ (dS' where the chunk is not mild). q̃, k̃ and, with DV, dS″ may lie in
-    the memory of dq, dg and dv: what is read here is what is overwritten here, afterwards.
+    The name dS stands for dS″ (dS' in steep channels). q̃, k̃ and, with DV, dS″ may lie in the memory
+    of dq, dg and dv: what is read here is what is overwritten here, afterwards.
     """
     n_chunk, n_k = tl.cdiv(T, C), tl.cdiv(Dk, SK)
     i_k, rest = tl.program_id(0) % n_k, (tl.program_id(0) // n_k).to(tl.int64)
@@ -366,7 +367,7 @@ def gradient_kernel(q_ptr, k_ptr, F_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr,
     P = tl.zeros([C, C], tl.float32)
     dq = tl.zeros([C, SK], tl.float32)
     dk = tl.zeros([C, SK], tl.float32)
-    # rowsum(S ⊙ dS″), what passes the whole chunk (S ⊙ dS' where the chunk is not mild)
+    # rowsum(S ⊙ dS″), what passes the whole chunk
     through = tl.zeros([SK], tl.float32)
     for j in tl.static_range(N_V):
         # All loads first: nothing moves a load up across a store or a barrier, so that each would
@@ -544,12 +545,12 @@ def step_kernel(q_ptr, k_ptr, v_ptr, g_ptr, S_ptr, o_ptr, out_ptr, H, Dk, Dv, in
 
 # ── Launches ──────────────────────────────────────────────────────────────────────────────────────
 
-# (16-bit inputs, key width up to) → C; columns of v a program, warps and stages of walk; channels
-# and columns a program, warps of gradient
-CONFIGS = {(True, 64): (64, 64, 4, 3, 64, 128, 4), (True, 128): (64, 64, 4, 2, 64, 64, 4),
-           (True, 256): (32, 32, 8, 2, 64, 64, 8), (False, 64): (32, 64, 4, 2, 64, 64, 8),
-           (False, 128): (32, 32, 8, 2, 64, 32, 8), (False, 256): (16, 16, 8, 2, 64, 16, 8)}
-PROGRAMS = 256          # cut sequences into segments until there are about as many programs
+# (16-bit inputs, key width up to) → C; columns of v a program, warps and stages of walk_kernel;
+# channels and columns of v a program and warps of gradient_kernel
+CONFIGS = {(True, 64): (64, (64, 4, 3), (64, 128, 4)), (True, 128): (64, (64, 4, 2), (64, 64, 4)),
+           (True, 256): (32, (32, 8, 2), (64, 64, 8)), (False, 64): (32, (64, 4, 2), (64, 64, 8)),
+           (False, 128): (32, (32, 8, 2), (64, 32, 8)), (False, 256): (16, (16, 8, 2), (64, 16, 8))}
+PROGRAMS = 256          # of walk_kernel, at least; with fewer heads, segments make it twice as many
 GROUP = 8               # chunks that one program of the exact kernels looks at
 
 
@@ -565,10 +566,11 @@ class Plan:
         least = 64 if half else 16
         self.BK = max(least, triton.next_power_of_2(self.Dk))
         width = next(width for bits, width in CONFIGS if bits == half and self.BK <= width)
-        self.C, BV, self.warps, self.stages, SK, GV, self.grad_warps = CONFIGS[half, width]
-        self.BV = min(BV, max(least, triton.next_power_of_2(Dv)))
-        self.GV = min(GV, max(least, triton.next_power_of_2(Dv)))
+        self.C, (BV, self.warps, self.stages), (SK, GV, self.grad_warps) = CONFIGS[half, width]
+        self.BV, self.GV = (min(n, max(least, triton.next_power_of_2(Dv))) for n in (BV, GV))
         self.SK = min(SK, self.BK)
+        # One program with all channels of a chunk can make dv too, and then dS″ may lie where dv
+        # will: both fit exactly if BK = C. Wider heads get dv from walk_kernel.
         self.grad_dv = self.SK == self.BK
         self.lend = self.grad_dv and self.BK == self.C and self.T % self.C == 0
         self.n_v = triton.cdiv(Dv, self.BV)
@@ -590,7 +592,7 @@ class Plan:
         """A tensor of factors shaped as x: in the memory of `reuse` if its elements fit."""
         if reuse is not None and reuse.element_size() == self.op_dtype.itemsize:
             return reuse.view(self.op_dtype)
-        return torch.empty(x.shape, dtype=self.op_dtype, device=x.device)
+        return empty(x.shape, x, self.op_dtype)
 
     def launch(self, kernel, programs, *args, num_warps, num_stages=3, **constants):
         """kernel[programs,](…). Triton looks at every argument of every launch (40 µs) to see which
@@ -616,29 +618,29 @@ class Plan:
 
     def walk(self, r, w, y, total, init, forward, states, last, o):
         """Steps 2 and 3: fills o or dv, `states` with every chunk's S or dS″, and `last`."""
-        n, unused = self.n_seg - 1, total
-        seg = empty((self.heads, n, self.Dk, self.Dv), y, torch.float32) if n else unused
-        decay = empty((self.heads, n, self.Dk), y, torch.float32) if n else unused
-        init, states, last, o, *given = (x for x in (
-            *(x if x is not None else unused for x in (init, states, last, o)),
-            *(x is not None for x in (init, states, last, o))))
-        args = (r, w, y, total, seg, decay, init, states, last, o, *self.sizes, self.n_seg,
-                self.per_seg)
+        n = self.n_seg - 1
+        seg = empty((self.heads, n, self.Dk, self.Dv), y, torch.float32) if n else total
+        decay = empty((self.heads, n, self.Dk), y, torch.float32) if n else total
+        # the kernel does not touch what is not there; a tensor that is stands for it
+        args = (r, w, y, total, seg, decay,
+                *(x if x is not None else total for x in (init, states, last, o)),
+                *self.sizes, self.n_seg, self.per_seg)
         options = dict(FORWARD=forward, **self.tiles, num_warps=self.warps,
                        num_stages=min(self.stages, self.per_seg))
         if n:
             self.launch(walk_kernel, self.heads * n * self.n_v, *args, SEGMENT=True, STORE=False,
                         OUT=False, INIT=False, LAST=False, **options)
-            self.launch(scan_kernel, self.heads * self.Dk, seg, decay, init, self.Dk, self.Dv, n,
-                        FORWARD=forward, INIT=given[0], ROWS=min(16, triton.next_power_of_2(n)),
+            self.launch(scan_kernel, self.heads * self.Dk, seg, decay, args[6], self.Dk, self.Dv, n,
+                        FORWARD=forward, INIT=init is not None,
+                        ROWS=min(16, triton.next_power_of_2(n)),
                         BV=triton.next_power_of_2(self.Dv), num_warps=1)
         self.launch(walk_kernel, self.heads * self.n_seg * self.n_v, *args, SEGMENT=False,
-                    STORE=given[1], OUT=given[3], INIT=given[0], LAST=given[2], **options)
+                    STORE=states is not None, OUT=o is not None, INIT=init is not None,
+                    LAST=last is not None, **options)
 
     def room(self, x):
         """Room for a state of every chunk, laid out as v is: BK rows a chunk in place of C."""
-        return torch.empty(self.B, self.n_chunk * self.BK, self.H, self.Dv,
-                           dtype=self.op_dtype, device=x.device)
+        return empty((self.B, self.n_chunk * self.BK, self.H, self.Dv), x, self.op_dtype)
 
 
 cached_plan = functools.lru_cache(1024)(Plan)       # not for symbolic shapes, which have no hash
