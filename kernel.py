@@ -342,8 +342,8 @@ def gradient_kernel(q_ptr, k_ptr, F_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr,
     """Steps 4 and 5: dq, dk, dg or da, with DV also dv. One program: one chunk of one head, SK
     channels.
 
-    The name dS stands for dS″ (dS' in steep channels). q̃, k̃ and, with DV, dS″ may lie in the memory
-    of dq, dg and dv: what is read here is what is overwritten here, afterwards.
+    The name dS stands for dS″ (dS' in steep channels). q̃, k̃ and, with DV, dS″ may lie in the
+    memory of dq, dg and dv: what is read here is what is overwritten here, afterwards.
     """
     n_chunk, n_k = tl.cdiv(T, C), tl.cdiv(Dk, SK)
     i_k, rest = tl.program_id(0) % n_k, (tl.program_id(0) // n_k).to(tl.int64)
