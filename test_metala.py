@@ -1444,6 +1444,16 @@ def test_lm_accumulating_recomputing_or_rounding_gives_the_same_curve(flags, tmp
     plain, other = start("train_lm", tmp_path / "a"), start("train_lm", tmp_path / "b", flags)
     assert abs(plain["loss"] - other["loss"]) < (3e-2 if "bfloat" in flags else 1e-5)
 
+def test_lm_compiles_all_blocks_as_one_graph_and_the_loss_as_another(tmp_path, monkeypatch):
+    counters, compiler = torch._dynamo.utils.counters, torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compiler(f, backend="aot_eager", **how))
+    torch.compiler.reset()
+    counters.clear()
+    compiled = start("train_lm", tmp_path / "a", "--mixer attention --layers 3 --compile")
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    plain = start("train_lm", tmp_path / "b", "--mixer attention --layers 3")
+    assert abs(compiled["loss"] - plain["loss"]) < 1e-5
+
 @pytest.mark.parametrize("script", ["train_lm", "train_image"])
 def test_two_processes_continue_a_run_of_one_and_the_reverse(script, tmp_path, monkeypatch):
     flags, out = "--dropout 0", tmp_path / "out"

@@ -105,19 +105,6 @@ def load_data(args):
     return tokens[:end], len(tokens) * 9 // 10
 
 
-def read_folder(root, only_python):
-    """The bytes of all files, by path."""
-    skip = {"site-packages", "dist-packages", "test", "tests"} if only_python else set()
-    files = []
-    for folder, inside, names in os.walk(root):
-        inside[:] = [name for name in inside if name[0] != "." and name not in skip]
-        files += [Path(folder, name) for name in names
-                  if name[0] != "." and (name.endswith(".py") or not only_python)]
-    contents = [file.read_bytes() for file in sorted(files)]
-    cut = sum(map(len, contents[:len(files) * 9 // 10]))
-    return np.frombuffer(b"".join(contents), np.uint8), cut
-
-
 def download(path, url, name, sha256):
     """See that a known set lies there, whole and unchanged."""
     try:
@@ -135,6 +122,17 @@ def download(path, url, name, sha256):
         fail(f"{path}: SHA-256 is {found}, expected {sha256}; remove the file to download it again")
 
 
+def read_folder(root, only_python):
+    """The bytes of all files, by path."""
+    skip = {"site-packages", "dist-packages", "test", "tests"} if only_python else ()
+    files = sorted(file for file in root.rglob("*.py" if only_python else "*")
+                   if file.is_file() and not any(part[0] == "." or part in skip
+                                                 for part in file.relative_to(root).parts))
+    contents = [file.read_bytes() for file in files]
+    cut = sum(map(len, contents[:len(files) * 9 // 10]))
+    return np.frombuffer(b"".join(contents), np.uint8), cut
+
+
 def check_ids(tokens, begin, end, args):
     """Every token must be in the vocabulary; an id on the GPU that is not would be a riddle."""
     for at in begin + np.flatnonzero(tokens[begin:end] >= args.vocab_size)[:1]:
@@ -144,10 +142,11 @@ def check_ids(tokens, begin, end, args):
 
 def windows(tokens, starts, length, args, device):
     """Windows of length + 1 tokens from each of `starts`: inputs, and the same moved by one."""
-    for start in starts:
-        check_ids(tokens, start, start + length + 1, args)
-    rows = tokens[starts[:, None] + np.arange(length + 1)]                   # (B, T + 1)
-    rows = torch.from_numpy(np.asarray(rows, np.int64))
+    rows = np.asarray(tokens[starts[:, None] + np.arange(length + 1)], np.int64)  # (B, T + 1)
+    if rows.max() >= args.vocab_size:
+        for start in starts:
+            check_ids(tokens, start, start + length + 1, args)
+    rows = torch.from_numpy(rows)
     return (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
 
 
@@ -264,7 +263,8 @@ def caught_signals():
     """A list that receives SIGINT or SIGTERM, for the loop to look at. A second one kills."""
     def catch(number, frame):
         caught.append(number)
-        signal.signal(number, before[number])
+        if WORLD == 1:  # torchrun may send a process what it has got already
+            signal.signal(number, before[number])
     caught = []
     before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -404,9 +404,10 @@ class TrainingLoss(torch.nn.Module):
         self.model = model
         if args.compile:
             torch._dynamo.config.optimize_ddp = False  # it would cut the blocks up once more
-            # Below 1: keep what matrix products and the kernel made, form again what is cheap. It
-            # moves fewer bytes, and halves what a block of MetaLA keeps for the backward pass.
-            torch._functorch.config.activation_memory_budget = 0.99
+            # Save what products and the kernel made, compute again what is cheap. It moves fewer
+            # bytes, and takes two fifths off what a block of MetaLA saves for the backward pass.
+            for cheap in "used_far_apart", "long_fusible_chains", "materialized_backward":
+                setattr(torch._functorch.config, f"ban_recompute_{cheap}", False)
             self.run_block, self.mean_loss = (
                 torch.compile(f, dynamic=False) for f in (self.run_block, self.mean_loss))
         if args.recompute:
@@ -450,21 +451,18 @@ def update(training_loss, optimizer, scaler, rows, args):
 @torch.no_grad()
 def evaluate(model, tokens, begin, length, most, args, device):
     """-log p by position, (length,): the mean over at most so many windows (0: all) that do not
-    overlap, spread evenly from `begin` on. Each starts from an empty state, which is carried from
-    one piece of the training length to the next. Each process takes its share of the windows."""
+    overlap, spread evenly from `begin` on. Each process takes its share of them."""
     count = (len(tokens) - begin - 1) // length
     starts = begin + length * np.linspace(0, count - 1, min(most or count, count)).astype(int)
     mine, loss = starts[RANK::WORLD], torch.zeros(length, dtype=torch.float64)
+    size = max(args.micro_batch * args.length // length, 1)  # as many tokens at once as in training
     model.eval()
-    for i in range(0, len(mine), args.micro_batch):
-        rows, states = windows(tokens, mine[i:i + args.micro_batch], length, args, device), None
-        for at in range(0, length, args.length):
-            inputs, targets = rows[:, at:-1][:, :args.length], rows[:, at + 1:][:, :args.length]
-            with autocast(args, device):
-                x, states = model.features(inputs, states=states)            # (B, T, D)
-                logits = model.head(x).float()                               # (B, T, vocab)
-            found = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-            loss[at:at + args.length] += found.view(targets.shape).sum(0).cpu()
+    for i in range(0, len(mine), size):
+        rows = windows(tokens, mine[i:i + size], length, args, device)       # (B, T + 1)
+        with autocast(args, device):
+            logits = model(rows[:, :-1])[0].float().flatten(0, 1)            # (B T, vocab)
+        found = F.cross_entropy(logits, rows[:, 1:].flatten(), reduction="none")
+        loss += found.view(-1, length).sum(0).cpu()
     model.train()
     return np.array(total(*loss.tolist())) / len(starts)
 
@@ -501,7 +499,6 @@ def train(args, device):
                 + (args.mixer == "attention") * args.layers * args.length * args.d_model)
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else ""
     peak = WORLD * next((PEAK[name] for name in PEAK if name in gpu), math.inf)
-    share = args.batch // WORLD
     with (run_folder(args), caught_signals() as caught,
           tqdm(total=args.steps, desc=args.mixer, unit="step", disable=RANK > 0) as bar):
         run = dict(step=0, best=math.inf, seconds=0.0, train_loss=None)
@@ -536,7 +533,7 @@ def train(args, device):
                     loss = check_finite(float(found.mean()), step)
                     is_best = loss < run["best"]
                     run["best"] = min(run["best"], loss)
-                    write_log(args, **run, loss=loss, tokens_per_second=rate)
+                    write_log(args, **run, loss=loss, tokens_per_second=rate or None)
                 save_checkpoint(args, model, optimizer, scaler, is_best, **run)
                 if last or interrupted or terminated:
                     break
@@ -547,10 +544,9 @@ def train(args, device):
             # Data and dropout are functions of seed and step, so that a resumed run goes on alike;
             # sequence i of a step is the same for any number of processes.
             rng = np.random.default_rng([args.seed, step])
-            starts = rng.integers(held_out - args.length, size=args.batch)
+            starts = rng.integers(held_out - args.length, size=args.batch)[RANK::WORLD]
             torch.manual_seed(rng.integers(2**40) + RANK)
-            mine = starts[RANK * share:(RANK + 1) * share]
-            rows = windows(tokens, mine, args.length, args, device)          # (B, T + 1)
+            rows = windows(tokens, starts, args.length, args, device)        # (B, T + 1)
             recent.append(update(training_loss, optimizer, scaler, rows, args))
             bar.update()
 
@@ -678,10 +674,10 @@ def measure(args, device):
         for _ in range(6):
             wait()
             began = time.perf_counter()
-            for _ in range(5):
+            for _ in range(3):
                 call()
             wait()
-            times.append((time.perf_counter() - began) / 5)
+            times.append((time.perf_counter() - began) / 3)
         return float(np.median(times[1:]))
 
     row = dict.fromkeys(("training tokens/s", "peak GiB", "prompt ms", "tokens/s at batch 1",
