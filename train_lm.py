@@ -521,7 +521,7 @@ def train(args, device):
                     rate = timed_steps * args.batch * args.length / timed_seconds
                 mark = time.perf_counter()
                 recent.clear()
-                used = f", MFU {rate * flop / peak:.1%}" if gpu else ""
+                used = f", MFU {rate * flop / peak:.1%}" if peak < math.inf else ""
                 bar.set_postfix_str(f"loss {run['train_loss']:.3f}, best {run['best']:.3f}, "
                                     f"{rate:,.0f} tokens/s{used}", refresh=False)
             if pause:
@@ -686,6 +686,8 @@ def measure(args, device):
     with torch.device(device):
         model = build_model(args)
     tokens = torch.randint(args.vocab_size, (args.batch, args.length + 1), device=device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     with unless_full():
         optimizer, training_loss = make_optimizer(model, args), TrainingLoss(model, args)
         scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
@@ -693,7 +695,6 @@ def measure(args, device):
             lambda: update(training_loss, optimizer, scaler, tokens, args))
         if device.type == "cuda":
             row["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
-            torch.cuda.reset_peak_memory_stats()
     torch.compiler.reset()  # or other lengths would count as recompilations, of which 8 are allowed
     optimizer = training_loss = None
     model.to(getattr(torch, args.dtype)).eval().zero_grad()
@@ -763,7 +764,8 @@ def main(argv=None):
     add("--model", help="for the two below: a checkpoint, or a folder of the authors' release "
         "(default: best.pt in --out)")
     add("--sample", metavar="PROMPT", help="stream text that continues PROMPT (of .bin data: ids)")
-    add("--eval-length", type=lengths, metavar="T,T,…", help="loss by position; 1k,4k,16k,64k")
+    add("--eval-length", type=lengths, metavar="T,T,…", help="loss by position, on the data that "
+        "it was trained with; 1k,4k,16k,64k")
     add("--tokens", type=at_least(1), default=500, help="of --sample")
     add("--temperature", type=at_least(0, float), default=0.8, help="of --sample; 0: the likeliest")
     add("--bench", type=lengths, nargs="?", const=[], metavar="T,T,…", help="a table of speed and "
