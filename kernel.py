@@ -64,12 +64,13 @@ STEEP = tl.constexpr(-90.0)             # log₂ decay over a chunk below which 
 #
 # Memory of q, k, g, q̃, k̃, F: (B, T, H, Dk), of v, o: (B, T, H, Dv), of the chunks' states: as v,
 # with BK rows a chunk; all contiguous. g is a where LOGITS, else log α; k is read where KEY, else
-# it is 1 − α. A pointer is moved to its (b, h) once, in 64 bits; from there one time step is H·D
+# it is 1 − α. The offset of (b, h) is taken once, in 64 bits; from there one time step is H·D
 # elements further on.
 
 @triton.jit
-def at_head(ptr, i_b, i_h, T, H, D):
-    return ptr + (i_b * T * H + i_h) * D
+def at_head(i_b, i_h, T, H, D):
+    """Offset of (b, h) in (B, T, H, D)."""
+    return (i_b * T * H + i_h) * D
 
 
 @triton.jit
@@ -256,11 +257,9 @@ def walk_kernel(r_ptr, w_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, al
     i_seg, i_bh = rest % n, rest // n
     if SEGMENT and not FORWARD:
         i_seg += 1                      # the first segment has nobody to pass its gradient to
-    i_b, i_h = i_bh // H, i_bh % H
-    r_ptr, w_ptr = at_head(r_ptr, i_b, i_h, T, H, Dk), at_head(w_ptr, i_b, i_h, T, H, Dk)
-    y_ptr, o_ptr = at_head(y_ptr, i_b, i_h, T, H, Dv), at_head(o_ptr, i_b, i_h, T, H, Dv)
-    n_chunk = tl.cdiv(T, C)
-    all_ptr = at_head(all_ptr, i_b, i_h, n_chunk * BK, H, Dv)
+    i_b, i_h, n_chunk = i_bh // H, i_bh % H, tl.cdiv(T, C)
+    at_k, at_v = at_head(i_b, i_h, T, H, Dk), at_head(i_b, i_h, T, H, Dv)
+    at_S = at_head(i_b, i_h, n_chunk * BK, H, Dv)
     first = i_seg * per_seg
     count = tl.minimum(per_seg, n_chunk - first)
     tile, mask = state_tile(Dk, Dv, i_v * BV, BK, BV)
@@ -277,19 +276,19 @@ def walk_kernel(r_ptr, w_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, al
         chunk = first + (j if FORWARD else count - 1 - j)
         t0 = chunk * C
         decay, end, mild = chunk_decay(total_ptr, (i_b * n_chunk + chunk) * H + i_h, 0, Dk, BK, BK)
-        w = load(w_ptr, t0, T, H * Dk, 0, Dk, C, BK)                           # (C, BK)
-        y = load(y_ptr, t0, T, H * Dv, i_v * BV, Dv, C, BV).to(OP)             # (C, BV)
+        w = load(w_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK)                    # (C, BK)
+        y = load(y_ptr + at_v, t0, T, H * Dv, i_v * BV, Dv, C, BV).to(OP)      # (C, BV)
         if not FORWARD:
             S *= end[:, None]                                                  # dS″
         if STORE:
-            store(all_ptr, S, chunk * BK, n_chunk * BK, H * Dv, i_v * BV, Dv, BK, BV)
+            store(all_ptr + at_S, S, chunk * BK, n_chunk * BK, H * Dv, i_v * BV, Dv, BK, BV)
         if OUT:
-            r = load(r_ptr, t0, T, H * Dk, 0, Dk, C, BK)                       # (C, BK)
+            r = load(r_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK)                # (C, BK)
             A = tl.dot(r, tl.trans(w), input_precision=PRECISION)              # (C, C)
             A = causal(A, mild, C) if FORWARD else causal_t(A, mild, C)
             o = tl.dot(r, S.to(OP), input_precision=PRECISION)
             o = tl.dot(A.to(OP), y, o, input_precision=PRECISION)              # (C, BV)
-            store(o_ptr, o, t0, T, H * Dv, i_v * BV, Dv, C, BV)
+            store(o_ptr + at_v, o, t0, T, H * Dv, i_v * BV, Dv, C, BV)
         # e^{b_C} / end is 1 but in steep channels, and spares a product of its own
         S = tl.dot(tl.trans(w), y, S * (decay / end)[:, None], input_precision=PRECISION)
         if FORWARD:
@@ -349,21 +348,15 @@ def gradient_kernel(q_ptr, k_ptr, F_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr,
     i_k, rest = tl.program_id(0) % n_k, (tl.program_id(0) // n_k).to(tl.int64)
     i_c, i_bh = rest % n_chunk, rest // n_chunk
     i_b, i_h = i_bh // H, i_bh % H
-    q_ptr, k_ptr = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(k_ptr, i_b, i_h, T, H, Dk)
-    F_ptr = at_head(F_ptr, i_b, i_h, T, H, Dk)
-    v_ptr, do_ptr = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(do_ptr, i_b, i_h, T, H, Dv)
-    g_ptr, dg_ptr = at_head(g_ptr, i_b, i_h, T, H, Dk), at_head(dg_ptr, i_b, i_h, T, H, Dk)
-    dq_ptr, dk_ptr = at_head(dq_ptr, i_b, i_h, T, H, Dk), at_head(dk_ptr, i_b, i_h, T, H, Dk)
-    dv_ptr = at_head(dv_ptr, i_b, i_h, T, H, Dv)
-    S_ptr, dS_ptr = (at_head(S_ptr, i_b, i_h, n_chunk * BK, H, Dv),
-                     at_head(dS_ptr, i_b, i_h, n_chunk * BK, H, Dv))
+    at_k, at_v = at_head(i_b, i_h, T, H, Dk), at_head(i_b, i_h, T, H, Dv)
+    at_S = at_head(i_b, i_h, n_chunk * BK, H, Dv)
     c0 = i_k * SK
     t0, s0, i = (i_c * C).to(tl.int32), (i_c * BK + c0).to(tl.int32), tl.arange(0, C)
     c = tl.arange(0, SK)
     decay, end, mild = chunk_decay(total_ptr, (i_b * n_chunk + i_c) * H + i_h, c0, Dk, BK, SK)
 
-    q = load(q_ptr, t0, T, H * Dk, c0, Dk, C, SK)                              # q̃ (C, SK)
-    k = load(k_ptr, t0, T, H * Dk, c0, Dk, C, SK)                              # k̃ (C, SK)
+    q = load(q_ptr + at_k, t0, T, H * Dk, c0, Dk, C, SK)                       # q̃ (C, SK)
+    k = load(k_ptr + at_k, t0, T, H * Dk, c0, Dk, C, SK)                       # k̃ (C, SK)
     P = tl.zeros([C, C], tl.float32)
     dq = tl.zeros([C, SK], tl.float32)
     dk = tl.zeros([C, SK], tl.float32)
@@ -372,24 +365,24 @@ def gradient_kernel(q_ptr, k_ptr, F_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr,
     for j in tl.static_range(N_V):
         # All loads first: nothing moves a load up across a store or a barrier, so that each would
         # cost its full latency.
-        do = load(do_ptr, t0, T, H * Dv, j * BV, Dv, C, BV).to(OP)
-        dS = load(dS_ptr, s0, n_chunk * BK, H * Dv, j * BV, Dv, SK, BV)
-        v = load(v_ptr, t0, T, H * Dv, j * BV, Dv, C, BV).to(OP)
-        S = load(S_ptr, s0, n_chunk * BK, H * Dv, j * BV, Dv, SK, BV)
+        do = load(do_ptr + at_v, t0, T, H * Dv, j * BV, Dv, C, BV).to(OP)
+        dS = load(dS_ptr + at_S, s0, n_chunk * BK, H * Dv, j * BV, Dv, SK, BV)
+        v = load(v_ptr + at_v, t0, T, H * Dv, j * BV, Dv, C, BV).to(OP)
+        S = load(S_ptr + at_S, s0, n_chunk * BK, H * Dv, j * BV, Dv, SK, BV)
         if DV:
             At = causal_t(tl.dot(k, tl.trans(q), input_precision=PRECISION), mild, C)
             dv = tl.dot(k, dS, input_precision=PRECISION)
             dv = tl.dot(At.to(OP), do, dv, input_precision=PRECISION)          # (C, BV)
             tl.debug_barrier()                      # all have read dS″ before dv takes its place
-            store(dv_ptr, dv, t0, T, H * Dv, j * BV, Dv, C, BV)
+            store(dv_ptr + at_v, dv, t0, T, H * Dv, j * BV, Dv, C, BV)
         # the diagonal of a product of matrices: cheaper than to unpack both and multiply
         SdS = tl.dot(S, tl.trans(dS), input_precision=PRECISION)               # (SK, SK)
         through += tl.sum(tl.where(c[:, None] == c[None, :], SdS, 0.0), 1)
         P = tl.dot(do, tl.trans(v), P, input_precision=PRECISION)              # (C, C)
         dq = tl.dot(do, tl.trans(S), dq, input_precision=PRECISION)            # (C, SK), lacks s F
         dk = tl.dot(v, tl.trans(dS), dk, input_precision=PRECISION)            # (C, SK), lacks R
-    F = load(F_ptr, t0, T, H * Dk, c0, Dk, C, SK, 1.0)                         # s F, or −R
-    x = load(g_ptr, t0, T, H * Dk, c0, Dk, C, SK)
+    F = load(F_ptr + at_k, t0, T, H * Dk, c0, Dk, C, SK, 1.0)                  # s F, or −R
+    x = load(g_ptr + at_k, t0, T, H * Dk, c0, Dk, C, SK)
     P = causal(P, mild, C).to(OP)
 
     e = through * (decay / end) + tl.sum(q.to(tl.float32) * dq, 0)             # rowsum(S ⊙ dS)
@@ -407,10 +400,10 @@ def gradient_kernel(q_ptr, k_ptr, F_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr,
     if LOGITS:
         dg *= slope(x) * inv_tau
     dg = tl.where(x > LOG2_MIN / LOG2_E / inv_tau, dg, 0.0)                    # 0 where clamped
-    store(dq_ptr, dq, t0, T, H * Dk, c0, Dk, C, SK)
-    store(dg_ptr, dg, t0, T, H * Dk, c0, Dk, C, SK)
+    store(dq_ptr + at_k, dq, t0, T, H * Dk, c0, Dk, C, SK)
+    store(dg_ptr + at_k, dg, t0, T, H * Dk, c0, Dk, C, SK)
     if KEY:
-        store(dk_ptr, dk, t0, T, H * Dk, c0, Dk, C, SK)
+        store(dk_ptr + at_k, dk, t0, T, H * Dk, c0, Dk, C, SK)
 
 
 @triton.jit
@@ -435,24 +428,23 @@ def exact_output_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, o_ptr, T, H, Dk, 
         _, _, mild = chunk_decay(total_ptr, item, 0, Dk, BK, BK)
         if not mild:
             i_h, t0, i_b = item % H, item // H % n_chunk * C, (item // H // n_chunk).to(tl.int64)
-            q_at, k_at = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(k_ptr, i_b, i_h, T, H, Dk)
-            v_at, o_at = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(o_ptr, i_b, i_h, T, H, Dv)
-            g_at = at_head(g_ptr, i_b, i_h, T, H, Dk)
-            q = load(q_at, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
+            at_k, at_v = at_head(i_b, i_h, T, H, Dk), at_head(i_b, i_h, T, H, Dv)
+            q = load(q_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
             A = tl.zeros([C, C], tl.float32)
             W = tl.zeros([C, BK], tl.float32)
             alpha = tl.zeros([BK], tl.float32)
             for n in range(C):
                 j = C - 1 - n
                 W = tl.where((i == j)[:, None], 1.0, W * alpha[None, :])
-                g_j, k_j = gate_row(g_at, k_at, t0 + j, T, H, Dk, inv_tau, LOGITS, KEY, BK)
+                g_j, k_j = gate_row(g_ptr + at_k, k_ptr + at_k, t0 + j, T, H, Dk, inv_tau,
+                                    LOGITS, KEY, BK)
                 A += tl.where((i == j)[None, :], tl.sum(q * W * k_j[None, :], 1)[:, None], 0.0)
                 alpha = tl.exp2(g_j)
             for c0 in range(0, Dv, BV):
-                v = load(v_at, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
-                o = load(o_at, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
-                store(o_at, tl.dot(A.to(OP), v, o, input_precision=PRECISION), t0, T, H * Dv,
-                      c0, Dv, C, BV)
+                v = load(v_ptr + at_v, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+                o = load(o_ptr + at_v, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
+                o = tl.dot(A.to(OP), v, o, input_precision=PRECISION)
+                store(o_ptr + at_v, o, t0, T, H * Dv, c0, Dv, C, BV)
 
 
 @triton.jit
@@ -474,17 +466,13 @@ def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr,
         _, _, mild = chunk_decay(total_ptr, item, 0, Dk, BK, BK)
         if not mild:
             i_h, t0, i_b = item % H, item // H % n_chunk * C, (item // H // n_chunk).to(tl.int64)
-            q_at, k_at = at_head(q_ptr, i_b, i_h, T, H, Dk), at_head(k_ptr, i_b, i_h, T, H, Dk)
-            g_at, dg_at = at_head(g_ptr, i_b, i_h, T, H, Dk), at_head(dg_ptr, i_b, i_h, T, H, Dk)
-            dq_at, dk_at = at_head(dq_ptr, i_b, i_h, T, H, Dk), at_head(dk_ptr, i_b, i_h, T, H, Dk)
-            v_at, dv_at = at_head(v_ptr, i_b, i_h, T, H, Dv), at_head(dv_ptr, i_b, i_h, T, H, Dv)
-            do_at = at_head(do_ptr, i_b, i_h, T, H, Dv)
+            at_k, at_v = at_head(i_b, i_h, T, H, Dk), at_head(i_b, i_h, T, H, Dv)
             P = tl.zeros([C, C], tl.float32)
             for c0 in range(0, Dv, BV):
-                v = load(v_at, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
-                do = load(do_at, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+                v = load(v_ptr + at_v, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+                do = load(do_ptr + at_v, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
                 P = tl.dot(do, tl.trans(v), P, input_precision=PRECISION)
-            q = load(q_at, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
+            q = load(q_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
             At = tl.zeros([C, C], tl.float32)
             dq = tl.zeros([C, BK], tl.float32)
             dk = tl.zeros([C, BK], tl.float32)
@@ -493,33 +481,34 @@ def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr,
             for n in range(C):
                 j = C - 1 - n
                 W = tl.where((i == j)[:, None], 1.0, W * alpha[None, :])
-                g_j, k_j = gate_row(g_at, k_at, t0 + j, T, H, Dk, inv_tau, LOGITS, KEY, BK)
+                g_j, k_j = gate_row(g_ptr + at_k, k_ptr + at_k, t0 + j, T, H, Dk, inv_tau,
+                                    LOGITS, KEY, BK)
                 At += tl.where((i == j)[:, None], tl.sum(q * W * k_j[None, :], 1)[None, :], 0.0)
                 pW = tl.sum(tl.where((i == j)[None, :], P, 0.0), 1)[:, None] * W    # P[:, j] ⊙ W
                 dq += pW * k_j[None, :]
                 dk += tl.where((i == j)[:, None], tl.sum(pW * q, 0)[None, :], 0.0)
                 alpha = tl.exp2(g_j)
             for c0 in range(0, Dv, BV):
-                do = load(do_at, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
-                dv = load(dv_at, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
-                store(dv_at, tl.dot(At.to(OP), do, dv, input_precision=PRECISION), t0, T, H * Dv,
-                      c0, Dv, C, BV)
-            x = load(g_at, t0, T, H * Dk, 0, Dk, C, BK, 1e4 if LOGITS else 0.0)
+                do = load(do_ptr + at_v, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+                dv = load(dv_ptr + at_v, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
+                dv = tl.dot(At.to(OP), do, dv, input_precision=PRECISION)
+                store(dv_ptr + at_v, dv, t0, T, H * Dv, c0, Dv, C, BV)
+            x = load(g_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK, 1e4 if LOGITS else 0.0)
             g = log2_alpha(x, inv_tau, LOGITS)
-            k = load(k_at, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) if KEY else key_of(g)
+            k = load(k_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) if KEY else key_of(g)
             dg = -sums((i[:, None] > i[None, :]).to(OP), q * dq - k * dk, OP)       # step 5, e = 0
             if not KEY:
                 dg -= dk * tl.exp2(g)
             if LOGITS:
                 dg *= slope(x.to(tl.float32)) * inv_tau
             dg = tl.where(g > LOG2_MIN, dg, 0.0)
-            dq = dq * scale + load(dq_at, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-            store(dq_at, dq, t0, T, H * Dk, 0, Dk, C, BK)
-            dg += load(dg_at, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-            store(dg_at, dg, t0, T, H * Dk, 0, Dk, C, BK)
+            dq = dq * scale + load(dq_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
+            store(dq_ptr + at_k, dq, t0, T, H * Dk, 0, Dk, C, BK)
+            dg += load(dg_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
+            store(dg_ptr + at_k, dg, t0, T, H * Dk, 0, Dk, C, BK)
             if KEY:
-                dk += load(dk_at, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-                store(dk_at, dk, t0, T, H * Dk, 0, Dk, C, BK)
+                dk += load(dk_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
+                store(dk_ptr + at_k, dk, t0, T, H * Dk, 0, Dk, C, BK)
 
 
 @triton.jit
@@ -838,12 +827,32 @@ def linear_attention(q, k, v, g, state=None):
 
 # ── Benchmark ─────────────────────────────────────────────────────────────────────────────────────
 
-def benchmark(B, T, H, Dk, Dv):
-    """One line a contender: forward, forward + backward, peak memory beyond the inputs."""
+def measure(name, forward, inputs):
+    """One line: medians of the forward pass and of both passes, replayed as CUDA graphs, so that
+    Python's launches do not count; both passes launched from Python; peak memory beyond the inputs.
+    """
+    do = torch.randn_like(forward())
+    def both():
+        torch.autograd.grad(forward(), inputs, do)
+    both()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    both()
+    peak = torch.cuda.max_memory_allocated() - before
+    with torch.no_grad():
+        once = triton.testing.do_bench_cudagraph(forward, return_mode="median")
+    twice = triton.testing.do_bench_cudagraph(both, return_mode="median")
+    eager = triton.testing.do_bench(both, return_mode="median")
+    print(f"  {name:22} forward {once:7.3f}   both passes {twice:7.3f}   "
+          f"from Python {eager:7.3f}   peak {peak >> 20:5} MiB", flush=True)
+
+
+def benchmark_operator(B, T, H, Dk, Dv):
     import metala
     def draw(*d):
         return torch.randn(B, T, H, *d, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    q, a, v, wide, do = draw(Dk), draw(Dk), draw(Dv), draw(Dv), draw(Dv).detach()
+    q, a, v, wide = draw(Dk), draw(Dk), draw(Dv), draw(Dv)
     def log_decay():
         return torch.nn.functional.logsigmoid(a.float()) / 16
     def pytorch():
@@ -851,34 +860,31 @@ def benchmark(B, T, H, Dk, Dv):
     def softmax():
         return torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (wide, v, v)), is_causal=True).transpose(1, 2)
-    contenders = {"this kernel": lambda: metala_attention(q, a, v)[0],
-                  "PyTorch chunkwise": pytorch, "SDPA, width Dv": softmax}
+    print(f"\nB={B} T={T} H={H} Dk={Dk} Dv={Dv} bfloat16, medians in ms; reading q, a, v and "
+          f"writing o takes {2 * q.numel() * (2 + 2 * Dv / Dk) / 4.28e9:.3f} at 4.28 TB/s")
+    measure("this kernel", lambda: metala_attention(q, a, v)[0], (q, a, v))
+    measure("PyTorch chunkwise", pytorch, (q, a, v))
+    measure("softmax (SDPA), width Dv", softmax, (wide, v))
     try:
         from fla.ops.gla import chunk_gla
-        def peer():
-            g = log_decay()
-            return chunk_gla(q, -torch.expm1(g).to(q.dtype), v, g.to(q.dtype))[0]
-        contenders["fla chunk_gla"] = peer
     except ImportError:
-        pass
-    floor = 2 * q.numel() * (2 * Dk + 2 * Dv) / Dk / 4.28e9     # q, a, v, o once, ms at 4.28 TB/s
-    print(f"\nB={B} T={T} H={H} Dk={Dk} Dv={Dv} bfloat16, medians in ms; "
-          f"forward's bytes floor {floor:.3f}")
-    for name, forward in contenders.items():
-        def both():
-            forward().backward(do)
-            q.grad = a.grad = v.grad = wide.grad = None
-        with torch.no_grad():
-            once = triton.testing.do_bench(forward, return_mode="median")
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        forward().backward(do)
-        peak = torch.cuda.max_memory_allocated() - before
-        q.grad = a.grad = v.grad = wide.grad = None
-        twice = triton.testing.do_bench(both, return_mode="median")
-        print(f"  {name:18} forward {once:8.3f}   forward + backward {twice:8.3f}   "
-              f"peak {peak >> 20:6} MiB")
+        return
+    def peer():
+        g = log_decay()
+        return chunk_gla(q, -torch.expm1(g).to(q.dtype), v, g.to(q.dtype))[0]
+    measure("fla chunk_gla", peer, (q, a, v))
+
+
+def benchmark_layer(B, T, D, H):
+    """The whole token mixer, compiled, under autocast."""
+    import metala
+    x = torch.randn(B, T, D, device="cuda", requires_grad=True)
+    print(f"\nlayer: B={B} T={T} D={D} H={H}, compiled, bfloat16 autocast")
+    for name in ("metala", "attention"):
+        layer = metala.MIXERS[name](D, H).cuda()
+        compiled = torch.compile(layer)
+        with torch.autocast("cuda", torch.bfloat16):
+            measure(name, lambda: compiled(x)[0], (x, *layer.parameters()))
 
 
 if __name__ == "__main__":
@@ -886,5 +892,7 @@ if __name__ == "__main__":
         raise SystemExit("kernel: the benchmark needs a CUDA GPU; "
                          "without one, the tests run the kernel interpreted")
     for T in (2048, 8192, 32768):
-        benchmark(32768 // T, T, 8, 64, 128)
-    benchmark(8, 2048, 16, 128, 128)
+        benchmark_operator(32768 // T, T, 8, 64, 128)
+    benchmark_operator(8, 2048, 16, 128, 128)
+    for T in (2048, 8192, 32768):
+        benchmark_layer(32768 // T, T, 1024, 8)
