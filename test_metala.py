@@ -1184,7 +1184,7 @@ def test_examples_depend_on_the_seed_alone_and_training_never_meets_the_test(tas
 def test_recall_is_learned_at_toy_size(task, tmp_path):
     result = start("train_mqar", tmp_path, f"--task {task} --d-model 32 --layers 2 --batch 64 "
                    "--steps 300 --lr 1e-2 --warmup 20 --eval-every 25 --dropout 0 --until 0.9 "
-                   "--test-examples 200")
+                   "--test-examples 200" + " --option use_key=true" * (task == "phonebook"))
     assert result["accuracy"] >= 0.9
 
 @pytest.mark.parametrize("flags", [*(f"--mixer {mixer} --show-map" for mixer in MIXERS),

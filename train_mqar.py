@@ -1,10 +1,13 @@
-"""Train a small model on associative recall (MQAR), or on finding a passkey hidden in filler.
+"""Train a small model on associative recall (MQAR) or one of three other tasks of remembering.
 
     pip install torch numpy tqdm
     python train_mqar.py                       # MetaLA, on a laptop: 99% recall after 300 steps
     python train_mqar.py --mixer attention     # 200 steps; or another name in metala.MIXERS
     python train_mqar.py --task needle         # a passkey, hidden once, asked for at the end
-    python train_mqar.py --preset hard --d-model 128 --sweep      # the paper's hardest, on a GPU
+    python train_mqar.py --task copy --length 32 --steps 1200 --test-lengths 64 128
+    python train_mqar.py --task phonebook --length 32 --pairs 4 --vocab 64 --lr 1e-2 --steps 1200
+    python train_mqar.py --resume --show-map   # draws and measures the first run's maps
+    python train_mqar.py --preset hard --d-model 128 --sweep --dtype bfloat16 --compile   # a GPU's
 
 A run leaves log.jsonl and checkpoint.pt in --out. Ctrl-C evaluates, saves and stops; the same
 command with --resume continues as if nothing had happened. Reading order: the tasks, then from
@@ -107,10 +110,9 @@ def needle(rng, n, T, N, vocab, filler):
     digits = min(max(16, 2 * N), vocab // 2)
     tokens = background(rng, n, T, 3, vocab - digits, filler)                # (n, T)
     passkey = distinct(rng, n, N, vocab - digits, vocab)                     # (n, N)
-    depth = scattered(rng, n, 1, N + 1, T - N)                               # (n, 1)
-    np.put_along_axis(tokens, depth, HIDE, axis=1)
-    np.put_along_axis(tokens, depth + 1 + np.arange(N), passkey, axis=1)
-    return ask(tokens, ASK, passkey[:, None], depth[:, None] + 1 + np.arange(N))
+    block = np.pad(passkey, ((0, 0), (1, 0)), constant_values=HIDE)[:, None]  # (n, 1, 1 + N)
+    places = scatter(rng, tokens, block, T - N)                              # (n, 1, 1 + N)
+    return ask(tokens, ASK, block[:, :, 1:], places[:, :, 1:])
 
 
 def copy(rng, n, T, N, vocab, filler):
@@ -127,33 +129,31 @@ def copy(rng, n, T, N, vocab, filler):
     need(f"{N} tokens and their copy", 2 * N, T, max(2 * N, 8), vocab)
     tokens = background(rng, n, T, 3, vocab // 2, filler)                    # (n, T)
     content = distinct(rng, n, N, vocab // 2, vocab)                         # (n, N)
-    places = scattered(rng, n, N, 1, T - N)                                  # (n, N)
-    np.put_along_axis(tokens, places, content, axis=1)
-    return ask(tokens, ASK, content[:, None], places[:, None])
+    places = scatter(rng, tokens, content[:, :, None], T - N)                # (n, N, 1)
+    return ask(tokens, ASK, content[:, None], places.swapaxes(1, 2))
 
 
 def phonebook(rng, n, T, N, vocab, filler):
-    """A directory of N names with numbers of three digits; 4 (or N) are looked up at the end.
+    """A directory of N names with numbers of three tokens; 4 (or N) are looked up at the end.
 
         position    0    1    2    3    4    5    6    7    8    9   10   11   12   13   14
         filler      0                        0                        0    0
-        name           150                      133
-        number              247  240  247            251  249  246
-        question                                                               133  251  249
-        answer                                                                 251  249  246
+        name            71                       99
+        number              247  140  203            251  129  146
+        question                                                               99  251  129
+        answer                                                                 251  129  146
 
-    Digits are the last 10 tokens, names come from the rest of the vocabulary's upper half.
+    Names come from the vocabulary's second quarter, numbers from its upper half, no token twice.
     """
-    Q, digits = min(N, 4), vocab - 10
-    need(f"{N} entries and {Q} questions", 4 * N + 3 * Q, T, 2 * N + 20, vocab)
-    tokens = background(rng, n, T, 3, vocab // 2, filler)                    # (n, T)
-    names = distinct(rng, n, N, vocab // 2, digits)                          # (n, N)
-    numbers = rng.integers(digits, vocab, size=(n, N, 3), dtype=np.int32)    # (n, N, 3)
-    entries = np.concatenate([names[:, :, None], numbers], 2)                # (n, N, 4)
-    places = scattered(rng, n, N, 4, T - 3 * Q)[:, :, None] + np.arange(4)   # (n, N, 4)
-    np.put_along_axis(tokens, places.reshape(n, -1), entries.reshape(n, -1), axis=1)
-    chosen = distinct(rng, n, Q, 0, N)[:, :, None]                           # (n, Q, 1)
-    entries, places = (np.take_along_axis(x, chosen, 1) for x in (entries, places))
+    Q, quarter, half = min(N, 4), vocab // 4, vocab // 2
+    need(f"{N} entries and {Q} questions", 4 * N + 3 * Q, T, max(6 * N, 16), vocab)
+    tokens = background(rng, n, T, 3, quarter, filler)                       # (n, T)
+    names = distinct(rng, n, N, quarter, half).reshape(n, N, 1)
+    numbers = distinct(rng, n, 3 * N, half, vocab).reshape(n, N, 3)
+    entries = np.concatenate([names, numbers], 2)                            # (n, N, 4)
+    places = scatter(rng, tokens, entries, T - 3 * Q)                        # (n, N, 4)
+    asked = distinct(rng, n, Q, 0, N)[:, :, None]                            # (n, Q, 1)
+    entries, places = (np.take_along_axis(x, asked, 1) for x in (entries, places))
     return ask(tokens, entries[:, :, :1], entries[:, :, 1:], places[:, :, 1:])
 
 
@@ -174,13 +174,16 @@ def ask(tokens, cue, answer, places):
 def need(what, length, T, least, vocab):
     for flag, low, given in (("--length", length, T), ("--vocab", least, vocab)):
         if given < low:
-            raise ValueError(f"{what} need {flag} {low} or more, not {given}")
+            fail(f"{what} need {flag} {low} or more, not {given}")
 
 
-def scattered(rng, n, count, width, room):
-    """Random places, in order, for `count` blocks of `width` tokens in the first `room` places."""
-    spare = rng.integers(0, room - count * width + 1, size=(n, count))
-    return np.sort(spare, 1) + width * np.arange(count)                      # (n, count)
+def scatter(rng, tokens, blocks, room):
+    """Puts blocks (n, N, L) in random places of the first `room`, in order. → places (n, N, L)"""
+    n, N, L = blocks.shape
+    spare = np.sort(rng.integers(0, room - N * L + 1, size=(n, N)), axis=1)
+    places = spare[:, :, None] + np.arange(N * L).reshape(N, L)            # (n, N, L)
+    np.put_along_axis(tokens, places.reshape(n, -1), blocks.reshape(n, -1), axis=1)
+    return places
 
 
 def distinct(rng, n, count, low, high):
@@ -396,10 +399,7 @@ TRAIN, TEST, ORDER = 0, 1, 2  # random streams: every generator is seeded with [
 def make_examples(args, device, stream, index, n, length):
     """Examples as tensors on the device: a pure function of (seed, stream, index)."""
     rng = np.random.default_rng([args.seed, stream, index])
-    try:
-        made = TASKS[args.task](rng, n, length, args.pairs, args.vocab, args.filler)
-    except ValueError as error:
-        fail(error)
+    made = TASKS[args.task](rng, n, length, args.pairs, args.vocab, args.filler)
     return Examples(*(torch.from_numpy(np.array(x, np.int64)).to(device) for x in made))
 
 
@@ -442,10 +442,6 @@ def answer_logits(model, tokens, where):
     return model.head(x.take_along_dim(where[..., None], 1)).float()         # (B, M, vocab)
 
 
-def answer_loss(model, tokens, where, answer):
-    return F.cross_entropy(answer_logits(model, tokens, where).flatten(0, 1), answer.flatten())
-
-
 @torch.no_grad()
 def evaluate(model, examples, args):
     """The mean loss, the accuracy, and which answers are right: (n, M) bool."""
@@ -464,15 +460,19 @@ def evaluate(model, examples, args):
 def training_step(model, optimizer, scaler, args, device):
     """A function that trains on a batch, its learning rate and the sum of its losses: both on the
     device, so that the host never waits. With --compile on CUDA a step is one launch."""
-    loss_of = torch.compile(answer_loss) if args.compile else answer_loss
     record = args.compile and device.type == "cuda" and not scaler.is_enabled()  # it asks the host
     lr, losses = torch.zeros((), device=device), torch.zeros((), device=device)
     for group in optimizer.param_groups:
         group.update(lr=lr, capturable=record)
 
-    def step(tokens, where, answer):                                # (B, T), (B, M), (B, M)
+    @functools.partial(torch.compile, disable=not args.compile)
+    def loss_of(tokens, where, answer):                             # (B, T), (B, M), (B, M)
+        logits = answer_logits(model, tokens, where)                         # (B, M, vocab)
+        return F.cross_entropy(logits.flatten(0, 1), answer.flatten())
+
+    def step(*batch):
         with autocast(args, device):
-            loss = loss_of(model, tokens, where, answer)
+            loss = loss_of(*batch)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
