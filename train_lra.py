@@ -557,13 +557,13 @@ ORDER = 3  # a random stream: the generator of an epoch's order is seeded with [
 class Data:
     """N examples of P documents, each filled up to L tokens: all on the device."""
 
-    def __init__(self, tokens, length, label, split, device):
+    def __init__(self, tokens, length, label, split, device, widths=16):
         self.tokens, self.length, self.label = (                                   # (N, P, L),
             torch.from_numpy(x).to(device) for x in (tokens, length, label))       # (N, P), (N,)
         self.splits = [np.flatnonzero(split == s) for s in (TRAIN, VAL, TEST)]
         self.padded = bool((length < tokens.shape[2]).any())
         # A batch is as wide as its widest example. Few different widths T occur.
-        unit = 8 * math.ceil(tokens.shape[2] / 128)
+        unit = 8 * math.ceil(tokens.shape[2] / (8 * widths))
         self.width = np.minimum(-(-length.max(1) // unit) * unit, tokens.shape[2])  # (N,)
 
     def batch(self, rows, T):
@@ -592,8 +592,9 @@ def load_data(args, device):
             with contextlib.suppress(OSError):  # another run was faster
                 os.rename(temporary, folder)
     tokens = np.memmap(folder / "tokens.bin", np.uint8, "c")
-    data = Data(tokens.reshape(-1, task.documents, args.length),
-                **np.load(folder / "index.npz"), device=device)
+    widths = 1 if args.compile and device.type != "cuda" else 16  # there, each T compiles anew
+    data = Data(tokens.reshape(-1, task.documents, args.length), **np.load(folder / "index.npz"),
+                device=device, widths=widths)
     sizes = [len(rows) for rows in data.splits]
     print("{:,} training, {:,} validation, {:,} test examples".format(*sizes))
     if min(sizes) == 0 or sizes[0] < args.batch:
@@ -682,7 +683,7 @@ def training_step(model, optimizer, scaler, data, args):
     device = data.label.device
     if args.compile:  # block by block: equal blocks share one compilation of a few seconds
         for block in model.body.blocks:
-            block.compile(dynamic=data.padded)  # and so do different T
+            block.compile(dynamic=bool(data.width.min() < data.width.max()))  # and so do all T
     record = args.compile and device.type == "cuda" and not scaler.is_enabled()  # it asks the host
     lr, losses = torch.zeros((), device=device), torch.zeros((), device=device)
     for group in optimizer.param_groups:
