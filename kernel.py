@@ -844,7 +844,7 @@ def measure(name, forward, inputs):
         once = triton.testing.do_bench_cudagraph(forward, return_mode="median")
     twice = triton.testing.do_bench_cudagraph(both, return_mode="median")
     eager = triton.testing.do_bench(both, return_mode="median")
-    print(f"  {name:22} forward {once:7.3f}   both passes {twice:7.3f}   "
+    print(f"  {name:24} forward {once:7.3f}   both passes {twice:7.3f}   "
           f"from Python {eager:7.3f}   peak {peak >> 20:5} MiB", flush=True)
 
 
@@ -878,6 +878,7 @@ def benchmark_operator(B, T, H, Dk, Dv):
 def benchmark_layer(B, T, D, H):
     """The whole token mixer, compiled, under autocast."""
     import metala
+    torch.compiler.reset()              # or the compiler gives up after eight layers
     x = torch.randn(B, T, D, device="cuda", requires_grad=True)
     print(f"\nlayer: B={B} T={T} D={D} H={H}, compiled, bfloat16 autocast")
     for name in ("metala", "attention"):

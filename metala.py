@@ -207,7 +207,7 @@ class ShortConv(nn.Module):
     """Depthwise convolution over time, then SiLU: x_t ← SiLU(Σ_i w_i ⊙ x_{t-K+1+i}).
 
     Causal, or centred with `bidirectional` (odd size). Its state is the last K − 1 inputs,
-    (B, K − 1, D). Written as K shifted products, which torch.compile fuses into one pass.
+    (B, K − 1, D). Written as K delayed products, which torch.compile fuses into one pass.
     """
     def __init__(self, d_model, size, bidirectional):
         super().__init__()
@@ -219,22 +219,25 @@ class ShortConv(nn.Module):
             self.weight = nn.Parameter(torch.empty(d_model, 1, size).uniform_(-bound, bound))
 
     def forward(self, x, mask, state):
-        (_, T, D), K = x.shape, self.size
+        (B, T, D), K = x.shape, self.size
         if K == 0:
             return x, x[:, :0]
-        if self.bidirectional:
-            window = F.pad(x, (0, 0, K // 2, K // 2))                          # (B, K − 1 + T, D)
-        else:
-            before = F.pad(x[:, :0], (0, 0, K - 1, 0)) if state is None else state.to(x.dtype)
-            window = torch.cat([before, x], 1)                                 # (B, K − 1 + T, D)
+        before = x.new_zeros(B, K - 1, D) if state is None else state.to(x.dtype)
+        padded = torch.cat([before, x], 1)                                     # (B, K − 1 + T, D)
+        # Without a state x alone will do, and torch.compile keeps no copy of it for the gradient.
+        x = x if state is None else padded
         if mask is None:
-            state = window[:, T:]                                              # (B, K − 1, D)
+            state = padded[:, T:]                                              # (B, K − 1, D)
         else:                               # the K − 1 inputs up to the last real token
             last = (mask * torch.arange(1, T + 1, device=x.device)).amax(1)    # (B,); 0: none real
             at = last[:, None] + torch.arange(K - 1, device=x.device)          # (B, K − 1)
-            state = window.gather(1, at[..., None].expand(-1, -1, D))          # (B, K − 1, D)
-        w = self.weight.to(x.dtype)
-        return F.silu(sum(window[:, i:i + T] * w[:, 0, i] for i in range(K))), state
+            state = padded.gather(1, at[..., None].expand(-1, -1, D))          # (B, K − 1, D)
+        w, n, ahead = self.weight.to(x.dtype), x.shape[1], K // 2 if self.bidirectional else 0
+        t = torch.arange(n, device=x.device)[:, None]
+        def delayed(i):                     # x_{t-i}, zero before the first and after the last
+            return torch.where((i <= t) & (t < n + i), x.roll(i, 1), 0.0)
+        y = sum(delayed(i - ahead) * w[:, 0, K - 1 - i] for i in range(K))     # (B, n, D)
+        return F.silu(y[:, n - T:]), state
 
 
 def project(d_in, d_out, bias=False):
