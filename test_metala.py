@@ -1659,6 +1659,15 @@ def test_the_readmes_python_blocks_run_in_order(tmp_path, monkeypatch):
     for code in blocks:
         exec(compile(code, "README.md", "exec"), namespace)
 
+def test_the_readme_quotes_code_and_names_tests_that_exist():
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    quotes = re.findall(r"^```python quote\n# (\S+)\n(.*?)^```", text, re.M | re.S)
+    assert quotes
+    for file, code in quotes:
+        assert code in (HERE / file).read_text(encoding="utf-8"), f"{file} has no longer:\n{code}"
+    for name in re.findall(r"\btest_\w+(?!\w*\.py)", text):
+        assert name == "test_metala" or name in globals(), name
+
 def test_the_readmes_commands_name_existing_files_and_flags(capsys):
     text = "\n".join(readme_blocks("bash", "sh", "shell", "console")).replace("\\\n", " ")
     found = re.findall(r"(\w+\.py)\b([^\n;&|#]*)", text)
