@@ -508,6 +508,14 @@ def total(*numbers):
     return sums.tolist()
 
 
+def leave():
+    """End with the other processes. The barrier gives torch's threads the time to drop their last
+    tensors: after Python's end that would crash them."""
+    if WORLD > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 # ── Plain PyTorch from here on: model, augmentation, evaluation, training ────────────────────────
 
 TRAIN, TEST, ORDER, AUGMENT = range(4)  # random streams: each is seeded with [seed, stream, index]
@@ -718,6 +726,7 @@ def train(args, device):
             train_step(*next(loader), u)
             bar.update()
     if stop:
+        leave()
         say(f"stopped after {step} steps, best accuracy {run['best']:.1%}; --resume continues")
         raise SystemExit(128 + (signal.SIGINT if interrupted else signal.SIGTERM))
     return report(args, run | metrics, table, model, data, test, classes)
@@ -798,8 +807,7 @@ def main(argv=None):
         if WORLD > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         result = train(args, device)
-        if WORLD > 1:
-            dist.destroy_process_group()
+        leave()
         return result
     except (FloatingPointError, MemoryError, RuntimeError) as error:
         if WORLD > 1 and re.search("by peer|Broken pipe|DistBackendError", repr(error)):

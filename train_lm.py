@@ -377,6 +377,14 @@ def total(*numbers):
     return sums.tolist()
 
 
+def leave():
+    """End with the other processes. The barrier gives torch's threads the time to drop their last
+    tensors: after Python's end that would crash them."""
+    if WORLD > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 # ── Plain PyTorch from here on: model, evaluation, training ──────────────────────────────────────
 
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # 16-bit FLOP a second
@@ -550,6 +558,7 @@ def train(args, device):
             recent.append(update(training_loss, optimizer, scaler, rows, args))
             bar.update()
 
+    leave()
     if interrupted or terminated:
         say(f"stopped after {step} steps, best loss {run['best']:.4f}; --resume continues")
         raise SystemExit(128 + (signal.SIGINT if interrupted else signal.SIGTERM))
@@ -786,10 +795,7 @@ def main(argv=None):
             return stream(model, args.sample, args.tokens, args, device)
         if WORLD > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        result = train(args, device)
-        if WORLD > 1:
-            dist.destroy_process_group()
-        return result
+        return train(args, device)
     except (FloatingPointError, MemoryError, RuntimeError) as error:
         if WORLD > 1 and re.search("by peer|Broken pipe|DistBackendError", repr(error)):
             fail(f"process {RANK} stops, for another one of this job has died; --resume continues "
