@@ -827,10 +827,10 @@ def linear_attention(q, k, v, g, state=None):
 
 # ── Benchmark ─────────────────────────────────────────────────────────────────────────────────────
 
-def measure(name, forward, inputs):
-    """One line: medians of the forward pass and of both passes, replayed as CUDA graphs, so that
-    Python's launches do not count; both passes launched from Python; peak memory beyond the inputs.
-    """
+def measure(name, forward, inputs, floor=math.inf):
+    """One line: medians of the forward pass, also as a multiple of `floor` ms, and of both passes,
+    replayed as CUDA graphs, so that Python's launches do not count; both passes launched from
+    Python; peak memory beyond the inputs."""
     do = torch.randn_like(forward())
     def both():
         torch.autograd.grad(forward(), inputs, do)
@@ -844,7 +844,8 @@ def measure(name, forward, inputs):
         once = triton.testing.do_bench_cudagraph(forward, return_mode="median")
     twice = triton.testing.do_bench_cudagraph(both, return_mode="median")
     eager = triton.testing.do_bench(both, return_mode="median")
-    print(f"  {name:24} forward {once:7.3f}   both passes {twice:7.3f}   "
+    ratio = f"{once / floor:5.1f}" if floor < math.inf else ""
+    print(f"  {name:24} forward {once:7.3f} {ratio}   both passes {twice:7.3f}   "
           f"from Python {eager:7.3f}   peak {peak >> 20:5} MiB", flush=True)
 
 
@@ -860,11 +861,12 @@ def benchmark_operator(B, T, H, Dk, Dv):
     def softmax():
         return torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (wide, v, v)), is_causal=True).transpose(1, 2)
-    print(f"\nB={B} T={T} H={H} Dk={Dk} Dv={Dv} bfloat16, medians in ms; reading q, a, v and "
-          f"writing o takes {2 * q.numel() * (2 + 2 * Dv / Dk) / 4.28e9:.3f} at 4.28 TB/s")
-    measure("this kernel", lambda: metala_attention(q, a, v)[0], (q, a, v))
-    measure("PyTorch chunkwise", pytorch, (q, a, v))
-    measure("softmax (SDPA), width Dv", softmax, (wide, v))
+    floor = 2 * q.numel() * (2 + 2 * Dv / Dk) / 4.28e9      # bytes at 4.28 TB/s, an H200's, in ms
+    print(f"\nB={B} T={T} H={H} Dk={Dk} Dv={Dv} bfloat16, medians in ms; to read q, a, v and write o "
+          f"takes {floor:.3f}, which forward is a multiple of")
+    measure("this kernel", lambda: metala_attention(q, a, v)[0], (q, a, v), floor)
+    measure("PyTorch chunkwise", pytorch, (q, a, v), floor)
+    measure("softmax (SDPA), width Dv", softmax, (wide, v), floor)
     try:
         from fla.ops.gla import chunk_gla
     except ImportError:
@@ -872,7 +874,7 @@ def benchmark_operator(B, T, H, Dk, Dv):
     def peer():
         g = log_decay()
         return chunk_gla(q, -torch.expm1(g).to(q.dtype), v, g.to(q.dtype))[0]
-    measure("fla chunk_gla", peer, (q, a, v))
+    measure("fla chunk_gla", peer, (q, a, v), floor)
 
 
 def benchmark_layer(B, T, D, H):
