@@ -3,13 +3,13 @@
     pip install torch numpy tqdm
     python train_mqar.py                       # MetaLA, on a laptop: 99% recall after 350 steps
     python train_mqar.py --mixer attention     # 200 steps; or another name in metala.MIXERS
-    python train_mqar.py --task needle         # a passkey, hidden once, asked for at the end: 600 steps
+    python train_mqar.py --task needle         # a passkey, hidden once, asked for at the end
     python train_mqar.py --task copy --length 32 --steps 1200 --test-lengths 64 128
     python train_mqar.py --task phonebook --length 32 --pairs 4 --vocab 64 --lr 1e-2 --steps 1200
     python train_mqar.py --resume --show-map   # draws and measures the first run's maps
     python train_mqar.py --preset hard --d-model 128 --dtype bfloat16 --compile     # on a GPU
 
-(MetaLA needs 900 steps for 99% of that copy, 750 for the phonebook: about two minutes each.)
+(Needle takes 600 steps to 99%, that copy 900, that phonebook 750: about two minutes each.)
 A run leaves log.jsonl and checkpoint.pt in --out. Ctrl-C evaluates, saves and stops; the same
 command with --resume continues as if nothing had happened. Reading order: the tasks, then from
 `build_model` down; the part in between can wait.
