@@ -361,7 +361,7 @@ def shifted(fn):
 
 WAYS = {"the operator that torch.compile sees": operator,
         "compiled code without a graph break":
-            torch.compile(on_kernel, fullgraph=True, backend="aot_eager"),
+            lambda **x: torch.compile(on_kernel, fullgraph=True, backend="aot_eager")(**x),
         "tensors that are not aligned": shifted(on_kernel)}
 
 @pytest.mark.parametrize("way", WAYS)
@@ -521,7 +521,6 @@ def test_c3_with_keys_any_fixed_decay_gives_the_same_map_so_one_of_the_two_is_re
 
 D, H, V = 24, 3, 13  # model width, heads (MetaLA's are 4 and 8 wide), vocabulary
 KINDS = [{"conv_size": 0}, {"conv_size": 4}, {"conv_size": 3, "bidirectional": True}]
-kinds = pytest.mark.parametrize("options", KINDS, ids=str)
 
 def scatter(module):
     """Random weights everywhere (self-augmentation starts at zero), large enough to be heard."""
@@ -650,7 +649,7 @@ def test_a_state_is_never_modified_and_can_be_reordered_detached_and_used_twice(
 
 @pytest.mark.parametrize("side, fresh", [  # fresh: without a state from before
     ("left", True), ("middle", True), ("right", True), ("right", False)])
-@kinds
+@pytest.mark.parametrize("options", KINDS, ids=str)
 @mixers
 def test_padding_is_as_if_it_were_not_there_whatever_it_holds(mixer, options, side, fresh):
     (layer, own), x, more = layer_of(mixer, **options), sequence(4, 9), sequence(4, 2)
