@@ -52,7 +52,6 @@ import os
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
 # Decays are kept as log₂ α, because 2^x is one instruction.
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -775,7 +774,9 @@ class Eager(torch.autograd.Function):
         setup_context(ctx, inputs, output)
         return output
 
-    backward = staticmethod(once_differentiable(functools.partial(backward, backward_pass)))
+    @staticmethod
+    def backward(ctx, *grads):          # backward_op makes a second derivative an error
+        return backward(backward_op if torch.is_grad_enabled() else backward_pass, ctx, *grads)
 
 
 def run(q, k, v, g, state, tau, in_place):
