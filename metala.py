@@ -250,6 +250,12 @@ def project(d_in, d_out, bias=False):
     return layer
 
 
+def positive(tau):
+    if not tau > 0:
+        raise ValueError(f"tau must be positive, not {tau}")
+    return tau
+
+
 def rms_norm(x):
     """x / √(mean x² + 1e-6), in float32 for 16-bit inputs, without weights, as in the release."""
     return F.rms_norm(x.to(accumulator(x)), x.shape[-1:], eps=1e-6).to(x.dtype)
@@ -372,9 +378,7 @@ class MetaLA(LinearMixer):
         d_key = d_model // 2 if d_key is None else d_key
         d_value = d_model if d_value is None else d_value
         super().__init__(d_model, n_heads, d_key, d_value, conv_size, bidirectional)
-        if not tau > 0:
-            raise ValueError(f"tau must be positive, not {tau}")
-        self.tau = tau
+        self.tau = positive(tau)
         self.q_proj, self.a_proj = project(d_model, d_key), project(d_model, d_key)
         self.k_proj = project(d_model, d_key) if use_key else None
         self.v_proj = project(d_model, d_value)
@@ -432,9 +436,9 @@ class RetNet(LinearMixer):
 
 
 class GLA(LinearMixer):
-    """Gated linear attention: α = σ(x W¹ W² + b)^(1/16) with W¹W² of rank 16, a key of its own,
+    """Gated linear attention: α = σ(x W¹ W² + b)^(1/τ) with W¹W² of rank 16, a key of its own,
     r = SiLU(x W_r + b_r). d_k = D/2, d_v = D: 4D² + 25.5D parameters."""
-    def __init__(self, d_model, n_heads=8, d_key=None, d_value=None, conv_size=0,
+    def __init__(self, d_model, n_heads=8, d_key=None, d_value=None, conv_size=0, tau=16.0,
                  bidirectional=False):
         d_key = d_model // 2 if d_key is None else d_key
         d_value = d_model if d_value is None else d_value
@@ -442,11 +446,12 @@ class GLA(LinearMixer):
         self.q_proj, self.k_proj, self.v_proj = (
             project(d_model, d) for d in (d_key, d_key, d_value))
         self.a_proj = nn.Sequential(project(d_model, 16), project(16, d_key, bias=True))
+        self.tau = positive(tau)
         self.r_proj = project(d_model, d_value, bias=True)
 
     def inputs(self, x):
         q, k, v, a = self.heads(x, self.q_proj, self.k_proj, self.v_proj, self.a_proj)
-        return q, k, v, F.logsigmoid(a.to(accumulator(a))) / 16, F.silu(self.r_proj(x))
+        return q, k, v, F.logsigmoid(a.to(accumulator(a))) / self.tau, F.silu(self.r_proj(x))
 
 
 class SSM(LinearMixer):

@@ -828,6 +828,7 @@ BAD = {  # call: what the message must mention
     "MetaLA(24, 4, conv_size=-1)": "conv_size.*-1",
     "MetaLA(24, 4, bidirectional=True)": "conv_size.*4",
     "MetaLA(24, 4, tau=0.0)": "tau.*0",
+    "MIXERS['gla'](24, 4, tau=-1.0)": "tau.*-1",
     "Block(24, 4, mixer='mamba')": "mamba",
     "operator_on('quadratic')": "quadratic",
     "operator_on('triton', **draw(2, 5, 3, 4, 6))": "float64",
@@ -964,7 +965,7 @@ MISTAKES = {"--resume --lr 0.5": "--lr.*0.5", "--resume --batch 9": "--batch.*9"
 OWN_MISTAKES = {"train_mqar": {
     "--pairs 5": "20.*16", "--pairs 4 --vocab 8": "vocab.*8", "--task needle --pairs 8": "17.*16",
     "--task copy --pairs 9": "18.*16", "--task phonebook --pairs 3": "21.*16",
-    "--examples 4": "4", "--option tau=-1": "-1", "--option tau": "tau", "--option no=1": "no"},
+    "--examples 4": "4", "--tau 0": "tau", "--option tau": "tau", "--option no=1": "no"},
     "train_lm": {
         "--data no.txt": "no.txt", "--length 100000000": "100000000", "--option no=1": "no",
         "--micro-batch 3": "8.*3", "--preset 360m": "train.bin", "--sample a": "best.pt",
@@ -1086,7 +1087,7 @@ def test_recall_is_learned_at_toy_size(task, tmp_path):
 
 @pytest.mark.parametrize("flags", [*(f"--mixer {mixer} --show-map" for mixer in MIXERS),
                                    "--dtype bfloat16", "--dtype float16", "--examples 20",
-                                   "--no-tie --conv 0", "--option tau=4 self_augment=false"])
+                                   "--no-tie --conv 0", "--tau 4 --option self_augment=false"])
 def test_mqar_runs_with(flags, tmp_path):
     result = start("train_mqar", tmp_path, flags + " --steps 3")
     assert 0 <= result["accuracy"] <= 1 and np.isfinite(result["loss"]) and result["steps"] == 3
