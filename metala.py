@@ -168,10 +168,10 @@ def accumulator(x):
 
 def check_operands(q, k, v, g, state):
     """Raises ValueError or TypeError naming the first of q, k, v, g, state that does not fit."""
-    if q.dim() != 4 or q.shape[1] < 1 or not q.is_floating_point():
-        raise ValueError(f"q must be floats (B, T ≥ 1, H, Dk), not {q.dtype} {tuple(q.shape)}")
+    if q.dim() != 4 or 0 in q.shape or not q.is_floating_point():
+        raise ValueError(f"q must be floats (B, T, H, Dk), not {q.dtype} {tuple(q.shape)}")
     B, T, H, Dk = q.shape
-    Dv = v.shape[-1] if v.dim() else 1
+    Dv = max(v.shape[-1], 1) if v.dim() else 1
     for name, x, shape, *dtypes in (
             ("k", k, (B, T, H, Dk), q.dtype), ("v", v, (B, T, H, Dv), q.dtype),
             ("g", g, (B, T, H, Dk), q.dtype, torch.float32),

@@ -836,6 +836,8 @@ BAD = {  # call: what the message must mention
     "operator_on(chunk_size=48)": "chunk_size.*48",
     "operator_on(q=zeros(2, 5, 4))": r"q.*\(2, 5, 4\)",
     "operator_on(q=zeros(2, 0, 3, 4))": r"q.*\(2, 0, 3, 4\)",
+    "operator_on(**draw(0, 5, 3, 4, 6))": r"q.*\(0, 5, 3, 4\)",
+    "operator_on(v=zeros(2, 5, 3, 0))": r"v.*\(2, 5, 3, 0\)",
     "operator_on(q=zeros(2, 5, 3, 4).long())": "q.*int64",
     "operator_on(k=zeros(1, 5, 3, 4))": r"k.*\(1, 5, 3, 4\)",  # no broadcasting
     "operator_on(g=zeros(2, 5, 3, 1))": r"g.*\(2, 5, 3, 1\)",
