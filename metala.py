@@ -188,7 +188,13 @@ def check_operands(q, k, v, g, state):
 
 def runs_on_kernel(x):
     """Whether "auto" takes the Triton kernel for the tensor x."""
-    return HAS_KERNEL and x.is_cuda and x.dtype != torch.float64
+    return HAS_KERNEL and x.is_cuda and x.dtype != torch.float64 and triton_serves(x.device)
+
+
+@torch.compiler.assume_constant_result
+def triton_serves(device):
+    """Triton and bfloat16 begin with compute capability 8.0, the A100."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def import_kernel():

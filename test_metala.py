@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import types
 from pathlib import Path
 
 import torch
@@ -41,9 +42,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import kernel
-import train_lra
+import metala
 import train_image
 import train_lm
+import train_lra
 import train_mqar
 from metala import MIXERS, Block, LanguageModel, MetaLA, attention_map, linear_attention
 
@@ -875,6 +877,13 @@ def test_one_clear_error_for(call):
         eval(call, globals() | names)
     assert len(str(caught.value)) < 300
 
+def test_auto_leaves_gpus_that_triton_does_not_serve_to_pytorch(monkeypatch):
+    monkeypatch.setattr(metala, "HAS_KERNEL", True)
+    x = types.SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda")
+    for capability, served in ((7, 5), False), ((8, 0), True), ((12, 0), True):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        assert metala.runs_on_kernel(x) == served
+
 # ── 13  The scripts ──────────────────────────────────────────────────────────────────────────────
 
 LRA_DATA = tempfile.TemporaryDirectory()  # the data that its toy runs share
@@ -938,6 +947,14 @@ def test_a_run_stopped_by_a_signal_and_resumed_equals_an_uninterrupted_one(
         torch.testing.assert_close(other[kind], one[kind], rtol=0, atol=0)
     assert [(line["step"], line["loss"]) for line in log_of(out)[1:] if line["step"] != 3] == \
         [(line["step"], line["loss"]) for line in log_of(tmp_path / "whole")[1:]]
+
+@scripts
+def test_a_gpu_without_bfloat16_is_named_before_anything_is_written(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    with pytest.raises(SystemExit, match="bfloat16.*float16"):
+        start(script, tmp_path / "out", "--device cuda --dtype bfloat16")
+    assert not (tmp_path / "out").exists()
 
 @scripts
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(

@@ -30,6 +30,7 @@ import signal
 import tarfile
 import time
 import warnings
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -356,6 +357,9 @@ def choose_device(args):
     name, reason = auto if args.device == "auto" else (args.device, "as asked")
     if not there[name]:
         fail(f"--device {name}: not on this machine, or not in this build of torch")
+    if (name == "cuda" and args.dtype == "bfloat16"
+            and not torch.cuda.is_bf16_supported(including_emulation=False)):
+        fail("--dtype bfloat16: this GPU has none; float16 and float32 work")
     if name == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
         fail(f"process {LOCAL_RANK} of this host has no GPU: it has {torch.cuda.device_count()}")
     say(f"device {name} ({reason}), dtype {args.dtype}, {WORLD} process{'es' * (WORLD > 1)}")
@@ -429,12 +433,14 @@ def save_checkpoint(args, model, optimizer, scaler, **progress):
 
 def read_checkpoint(path):
     try:
+        if zipfile.ZipFile(path).testzip():  # torch.load does not look at checksums
+            raise ValueError
         saved = torch.load(path, map_location="cpu", weights_only=True)
         made_by, _, _ = saved["script"], saved["step"], saved["args"]
     except FileNotFoundError:
         fail(f"there is no {path}")
     except Exception:  # torch.load raises many kinds; all mean the same to the user
-        fail(f"{path} is truncated, or not a checkpoint")
+        fail(f"{path} is damaged, or not a checkpoint")
     if made_by != SCRIPT:
         fail(f"{path} was made by {made_by}")
     return saved

@@ -220,6 +220,9 @@ def choose_device(args):
     name, reason = auto if args.device == "auto" else (args.device, "as asked")
     if not there[name]:
         fail(f"--device {name}: not on this machine, or not in this build of torch")
+    if (name == "cuda" and args.dtype == "bfloat16"
+            and not torch.cuda.is_bf16_supported(including_emulation=False)):
+        fail("--dtype bfloat16: this GPU has none; float16 and float32 work")
     if name == "cuda" and LOCAL_RANK >= torch.cuda.device_count():
         fail(f"process {LOCAL_RANK} of this host has no GPU: it has {torch.cuda.device_count()}")
     say(f"device {name} ({reason}), dtype {args.dtype}, {WORLD} process{'es' * (WORLD > 1)}")
@@ -297,12 +300,14 @@ def save_checkpoint(args, model, optimizer, scaler, is_best, **progress):
 
 def read_checkpoint(path):
     try:
+        if zipfile.ZipFile(path).testzip():  # torch.load does not look at checksums
+            raise ValueError
         saved = torch.load(path, map_location="cpu", weights_only=True)
         made_by, _, _ = saved["script"], saved["step"], saved["args"]
     except FileNotFoundError:
         fail(f"there is no {path}")
     except Exception:  # torch.load raises many kinds; all mean the same to the user
-        fail(f"{path} is truncated, or not a checkpoint")
+        fail(f"{path} is damaged, or not a checkpoint")
     if made_by != SCRIPT:
         fail(f"{path} was made by {made_by}")
     return saved
@@ -633,6 +638,8 @@ def stream(model, prompt, count, args, device):
                   for block, state in zip(model.body.blocks, states)]
         for _ in range(count):
             logits = model.head(x[:, -1]).float()                            # (1, vocab)
+            if not logits.isfinite().all():
+                fail("the model's logits are not finite: are its weights damaged?")
             token = (torch.multinomial((logits / args.temperature).softmax(-1), 1)
                      if args.temperature else logits.argmax(-1, keepdim=True))  # (1, 1)
             show([token.item()])

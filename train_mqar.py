@@ -24,6 +24,7 @@ import os
 import signal
 import time
 import warnings
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -272,6 +273,9 @@ def choose_device(args):
     name, reason = auto if args.device == "auto" else (args.device, "as asked")
     if not there[name]:
         fail(f"--device {name}: not on this machine, or not in this build of torch")
+    if (name == "cuda" and args.dtype == "bfloat16"
+            and not torch.cuda.is_bf16_supported(including_emulation=False)):
+        fail("--dtype bfloat16: this GPU has none; float16 and float32 work")
     print(f"device {name} ({reason}), dtype {args.dtype}")
     return torch.device(name)
 
@@ -337,10 +341,12 @@ def load_checkpoint(args, model, optimizer, scaler):
     """Put back what `save_checkpoint` saved, and return it; cut the log back to that step."""
     path, log = args.out / "checkpoint.pt", args.out / "log.jsonl"
     try:
+        if zipfile.ZipFile(path).testzip():  # torch.load does not look at checksums
+            raise ValueError
         saved = torch.load(path, map_location="cpu", weights_only=True)
         step, made_by = saved["step"], saved["script"]
     except Exception:  # torch.load raises many kinds; all mean the same to the user
-        fail(f"--resume: {path} is truncated, or not a checkpoint")
+        fail(f"--resume: {path} is damaged, or not a checkpoint")
     if made_by != SCRIPT:
         fail(f"--resume: {path} was made by {made_by}")
     for name, value in vars(args).items():
