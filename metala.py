@@ -187,14 +187,9 @@ def check_operands(q, k, v, g, state):
 
 
 def runs_on_kernel(x):
-    """Whether "auto" takes the Triton kernel for the tensor x."""
-    return HAS_KERNEL and x.is_cuda and x.dtype != torch.float64 and triton_serves(x.device)
-
-
-@torch.compiler.assume_constant_result
-def triton_serves(device):
-    """Triton and bfloat16 begin with compute capability 8.0, the A100."""
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    """Whether "auto" takes the Triton kernel for the tensor x. Triton wants an A100 or later."""
+    return (HAS_KERNEL and x.is_cuda and x.dtype != torch.float64
+            and torch.cuda.get_device_properties(x.device).major >= 8)
 
 
 def import_kernel():

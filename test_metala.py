@@ -880,8 +880,9 @@ def test_one_clear_error_for(call):
 def test_auto_leaves_gpus_that_triton_does_not_serve_to_pytorch(monkeypatch):
     monkeypatch.setattr(metala, "HAS_KERNEL", True)
     x = types.SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda")
-    for capability, served in ((7, 5), False), ((8, 0), True), ((12, 0), True):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for major, served in (7, False), (8, True), (12, True):
+        monkeypatch.setattr(torch.cuda, "get_device_properties",
+                            lambda device: types.SimpleNamespace(major=major))
         assert metala.runs_on_kernel(x) == served
 
 # ── 13  The scripts ──────────────────────────────────────────────────────────────────────────────

@@ -815,7 +815,7 @@ def main(argv=None):
         result = train(args, device)
         leave()
         return result
-    except (FloatingPointError, MemoryError, RuntimeError) as error:
+    except (FloatingPointError, MemoryError, OSError, RuntimeError) as error:
         if WORLD > 1 and re.search("by peer|Broken pipe|DistBackendError", repr(error)):
             fail(f"process {RANK} stops, for another one of this job has died; --resume continues "
                  "from the last checkpoint")

@@ -803,7 +803,7 @@ def main(argv=None):
         if WORLD > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         return train(args, device)
-    except (FloatingPointError, MemoryError, RuntimeError) as error:
+    except (FloatingPointError, MemoryError, OSError, RuntimeError) as error:
         if WORLD > 1 and re.search("by peer|Broken pipe|DistBackendError", repr(error)):
             fail(f"process {RANK} stops, for another one of this job has died; --resume continues "
                  "from the last checkpoint")

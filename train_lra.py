@@ -359,6 +359,8 @@ def write_examples(folder, rows, args, task):
             lengths.append(length)
             labels.append(value[str(label)])
             splits.append(split)
+    if not labels:
+        fail(f"no examples: {task.row} expected in {', '.join(task.files)}")
     np.savez(folder / "index.npz", length=lengths, label=labels, split=splits, crc=crc)
 
 

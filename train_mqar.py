@@ -701,7 +701,7 @@ def main(argv=None):
     device = choose_device(args)
     try:
         return train(args, device) if args.sweep is None else sweep(args, device)
-    except (FloatingPointError, MemoryError, RuntimeError) as error:
+    except (FloatingPointError, MemoryError, OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate" not in str(error):
             raise
         fail(str(error).partition("\n")[0])
