@@ -597,15 +597,14 @@ def order(args, n, start):
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # or every new shape would be compiled
 def evaluate(model, data, args, device, n_classes, size):
     """Metrics, and the confusion table (K, K): rows are the truth, columns the answers."""
     model.eval()
     sums, table = torch.zeros(4, device=device), torch.zeros(n_classes, n_classes, device=device)
     rows = np.array_split(np.arange(RANK, len(data), WORLD), -(-len(data) // args.batch))
     for images, labels in batches(data, rows, args, device):
-        with autocast(args, device):
-            logits = model(resized(images, size)).float()                    # (B, K)
+        with autocast(args, device), torch.compiler.set_stance("force_eager"):
+            logits = model(resized(images, size)).float()   # (B, K), and any B: not to be compiled
         best, known = logits.topk(min(5, n_classes)).indices, labels >= 0    # (B, 5), (B,)
         right = best == labels[:, None]
         loss = F.cross_entropy(logits, labels, reduction="sum")
