@@ -10,7 +10,8 @@ at j ≤ i faded by e^{b_i − b_j}, which splits into a factor of the read and 
 
     F_i = e^{b_i}     R_j = e^{−b_j}     q̃_i = s q_i ⊙ F_i     k̃_j = k_j ⊙ R_j
 
-so that every step becomes a product of matrices. S is the state before the chunk, S' after it:
+so that every step becomes a product of matrices. S is the state before the chunk, S' after it; dX
+is the gradient of the loss with respect to X:
 
     1 factors  q̃, k̃, F, and e^{b_C}, the decay of the whole chunk
     2 states   S'  = e^{b_C} ⊙ (S + k̃ᵀ v)                        from the first chunk to the last
@@ -26,20 +27,20 @@ j < t, which all pass through step t. e counts those that pass the chunk's start
 leaves the sum and a write enters it. Where gates close these terms cancel almost entirely, so they
 are summed from the same rounded q̃, k̃ and P that made dq and dk, and start afresh in every chunk.
 
-No input overflows. R would, in a channel that a chunk fades below 2^-90. Such a steep channel
-counts R from the chunk's end, R_j = e^{b_C − b_j} ≤ 1, and its k̃ meets no further e^{b_C}: in step
-2 S' = e^{b_C} ⊙ S + k̃ᵀ v, and dS' in place of dS″. This serves all that passes the chunk's edges.
-The pairs inside a chunk with a steep channel are left out of A and P and added by two kernels of
-their own, column by column, from W_i = α_{j+1} ⋯ α_i, a product of numbers ≤ 1; where every chunk
-is mild their programs leave at once. log α is clamped at −40: e^-40 is nothing beside 1 in float32.
+No input overflows. R could: so a channel that a chunk fades below 2^-90 is steep, and counts R from
+the chunk's end, R_j = e^{b_C − b_j} ≤ 1, and its k̃ meets no further e^{b_C}: in step 2 S' =
+e^{b_C} ⊙ S + k̃ᵀ v, and dS' in place of dS″. This serves all that passes the chunk's edges. The
+pairs inside a chunk with a steep channel are left out of A and P and added by two kernels of their
+own, column by column, from W_i = α_{j+1} ⋯ α_i, a product of numbers ≤ 1; where every chunk is mild
+their programs leave at once. log α is clamped at −40: e^-40 is nothing beside 1 in float32.
 
 Parallel over time as well as over heads: steps 1, 4 and 5 take every chunk by itself. One kernel
 walks through the chunks for steps 2 and 3, with the state in registers. Where batch and heads are
 too few to fill a GPU, it cuts the sequence into segments: a first walk finds what each segment
 alone adds, a short scan turns that into the state at every segment's edge.
 
-Memory. q, a, v, o and their gradients once each; for training the state of every chunk in 16 bits,
-Dk / C of the size of v. q̃, k̃ and, backward, F and dS″ live for one pass; there q̃, k̃, dS″ lie,
+Memory. q, a, v, o and their gradients once each; for training the state of every chunk, in 16 bits
+if the inputs are, Dk / C of the size of v. q̃, k̃ and, backward, F and dS″ live for one pass; there q̃, k̃, dS″ lie,
 where they fit, in the memory that dq, da and dv are going to fill.
 
     python kernel.py        prints a benchmark (needs a CUDA GPU)
@@ -413,8 +414,8 @@ def exact_output_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, o_ptr, T, H, Dk, 
     """Step 3 for the pairs inside the chunks that are not mild: adds A v to their o.
 
     A comes column by column, from the last to the first: A_ij = s Σ_c q_ic k_jc W_ic with
-    W_i = α_{j+1} ⋯ α_i. One program: GROUP of the chunks of all
-    heads; if all are mild it leaves at once.
+    W_i = α_{j+1} ⋯ α_i. One program: GROUP of the chunks of all heads; if all are mild it leaves at
+    once.
     """
     n_chunk = tl.cdiv(T, C)
     i, c, group = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * GROUP + tl.arange(0, GROUP)

@@ -13,7 +13,7 @@ chunkwise), the MetaLA layer, six other mixers in the same letters, the network,
 
 Glossary (the paper's letters; tensors are laid out batch, time, head, dim)
 
-    B, T, H, D   batch, time steps, heads, model width         C      steps per chunk
+    B, T, H, D   batch, time steps, heads, model width         C, N   steps per chunk, chunks
     Dk, Dv       key and value width of one head               s      the scale Dk^-½
     q   (B, T, H, Dk)   query        what to read              a      gate logits before σ
     k   (B, T, H, Dk)   key          where to write            r      output gate
@@ -37,7 +37,7 @@ HAS_KERNEL = all(importlib.util.find_spec(name) for name in ("triton", "kernel")
 #
 #     S_t = diag(α_t) S_{t-1} + k_tᵀ v_t          o_t = s · q_t S_t         (row vectors, s = Dk^-½)
 #
-# Softmax aside, every mixer below is a choice of (q, k, v, α). The three functions compute the same
+# Softmax and HGRN aside, every mixer below is a choice of (q, k, v, α). The three functions compute the same
 # (o, S_T) from the same arguments; each is the reference for the next. Here q comes scaled by s.
 
 def recurrent(q, k, v, g, S):
@@ -52,21 +52,21 @@ def recurrent(q, k, v, g, S):
 def parallel(q, k, v, g, S):
     """All steps at once through the T × T map: o = A v. O(T²) work, nothing in sequence.
 
-        A[t, s] = Σ_c q_tc k_sc exp(D[t, s, c])      D[t, s] = g_{s+1} + … + g_t, or −∞ for s > t
+        A[t, i] = Σ_c q_tc k_ic W[t, i, c]      W[t, i] = α_{i+1} ⋯ α_t, or 0 for i > t
 
-    D is the log of what is left at step t of a write at step s. The textbook way, D = G_t − G_s
-    with G = cumsum(g), cancels; exp(G_t) · exp(−G_s) even overflows. Here each column s sums from
-    its own start, so that no number is larger than the result.
+    W is what is left at step t of a write at step i. The textbook way, log W = G_t − G_i with
+    G = cumsum(g), cancels; exp(G_t) · exp(−G_i) even overflows. Here each column i sums from its
+    own start, so that no number is larger than the result.
     """
     q, k, v, g = (x.transpose(1, 2) for x in (q, k, v, g))                     # (B, H, T, ·)
     t = torch.arange(g.shape[2], device=g.device)
-    ahead = (t[:, None] - t)[..., None]                                        # (T, T, 1), t − s
-    D = torch.where(ahead > 0, g[:, :, :, None], 0.0).cumsum(2)                # (B, H, T, T, Dk)
-    D = D.masked_fill(ahead < 0, -math.inf).exp()
-    A = torch.einsum("bhtc,bhsc,bhtsc->bhts", q, k, D)                         # (B, H, T, T)
+    ahead = (t[:, None] - t)[..., None]                                        # (T, T, 1), t − i
+    W = torch.where(ahead > 0, g[:, :, :, None], 0.0).cumsum(2)                # (B, H, T, T, Dk)
+    W = W.masked_fill(ahead < 0, -math.inf).exp()
+    A = torch.einsum("bhtc,bhic,bhtic->bhti", q, k, W)                         # (B, H, T, T)
     P = g.cumsum(2).exp()                                                      # (B, H, T, Dk)
     o = A @ v + (q * P) @ S                                                    # (B, H, T, Dv)
-    S = P[:, :, -1, :, None] * S + (k * D[:, :, -1]).transpose(-1, -2) @ v     # (B, H, Dk, Dv)
+    S = P[:, :, -1, :, None] * S + (k * W[:, :, -1]).transpose(-1, -2) @ v     # (B, H, Dk, Dv)
     return o.transpose(1, 2), S                                                # (B, T, H, Dv)
 
 
@@ -74,15 +74,15 @@ def chunkwise(q, k, v, g, S, C=64):
     """Inside chunks of C steps the parallel form, across chunks the recurrent one. O(T·C) work.
 
     1 map     the chunk's own map A; q̃ = q ⊙ (decay since the chunk began, this step's α included),
-              k̃ = k ⊙ (decay until it ends, this step's α excluded), and D, the whole chunk's decay
+              k̃ = k ⊙ (decay until it ends, this step's α excluded), and P, the whole chunk's decay
     2 update  what the chunk writes:        U = k̃ᵀ v
-    3 state   from chunk to chunk:          S' = diag(D) S + U
+    3 state   from chunk to chunk:          S' = diag(P) S + U
     4 output  own writes and older ones:    o = A v + q̃ S
 
     Step 1 doubles the block size h from 1 to C. Two neighbours, l(eft) and r(ight), become one:
 
-        A = [ A_l         0   ]     q̃ = [ q̃_l       ]     k̃ = [ k̃_l ⊙ D_r ]     D = D_l ⊙ D_r
-            [ q̃_r k̃_lᵀ   A_r ]         [ q̃_r ⊙ D_l ]         [ k̃_r       ]
+        A = [ A_l         0   ]     q̃ = [ q̃_l       ]     k̃ = [ k̃_l ⊙ P_r ]     P = P_l ⊙ P_r
+            [ q̃_r k̃_lᵀ   A_r ]         [ q̃_r ⊙ P_l ]         [ k̃_r       ]
 
     Every factor is a product of decays, so ≤ 1: nothing can overflow, whatever the gates do.
     """
@@ -90,26 +90,26 @@ def chunkwise(q, k, v, g, S, C=64):
     def chunks(x):
         x = F.pad(x, (0, 0, 0, 0, 0, -T % C))   # padding with g = 0, k = 0 leaves the state alone
         return x.unflatten(1, (-1, C)).permute(0, 3, 1, 2, 4)                  # (B, H, N, C, d)
-    q, k, v, D = chunks(q), chunks(k), chunks(v), chunks(g).exp()
+    q, k, v, P = chunks(q), chunks(k), chunks(v), chunks(g).exp()
 
     h, A = 1, (q * k).sum(-1)[..., None, None]                            # (B, H, N, C/h, h, h)
-    q, k, D = (q * D)[..., None, :], k[..., None, :], D[..., None, :]     # (B, H, N, C/h, h, Dk)
-    while h < C:                                                          # D: (B, H, N, C/h, 1, Dk)
-        (A_l, A_r), (q_l, q_r), (k_l, k_r), (D_l, D_r) = (
-            x.unflatten(3, (-1, 2)).unbind(4) for x in (A, q, k, D))
+    q, k, P = (q * P)[..., None, :], k[..., None, :], P[..., None, :]     # (B, H, N, C/h, h, Dk)
+    while h < C:                                                          # P: (B, H, N, C/h, 1, Dk)
+        (A_l, A_r), (q_l, q_r), (k_l, k_r), (P_l, P_r) = (
+            x.unflatten(3, (-1, 2)).unbind(4) for x in (A, q, k, P))
         A_rl = q_r @ k_l.transpose(-1, -2)                                # (B, H, N, C/2h, h, h)
         A = torch.cat([F.pad(A_l, (0, h)), torch.cat([A_rl, A_r], -1)], -2)
-        q = torch.cat([q_l, q_r * D_l], -2)                               # (B, H, N, C/2h, 2h, Dk)
-        k = torch.cat([k_l * D_r, k_r], -2)
-        D = D_l * D_r
+        q = torch.cat([q_l, q_r * P_l], -2)                               # (B, H, N, C/2h, 2h, Dk)
+        k = torch.cat([k_l * P_r, k_r], -2)
+        P = P_l * P_r
         h *= 2
-    A, q, k, D = A[:, :, :, 0], q[:, :, :, 0], k[:, :, :, 0], D[:, :, :, 0]    # (B, H, N, C, …)
+    A, q, k, P = (x.squeeze(3) for x in (A, q, k, P))   # (B, H, N, C, C or Dk), P: (B, H, N, 1, Dk)
 
     U = k.transpose(-1, -2) @ v                                                # (B, H, N, Dk, Dv)
     starts = []
-    for D_n, U_n in zip(D.transpose(-1, -2).unbind(2), U.unbind(2)):
+    for P_n, U_n in zip(P.transpose(-1, -2).unbind(2), U.unbind(2)):
         starts.append(S)
-        S = D_n * S + U_n                                                      # (B, H, Dk, Dv)
+        S = P_n * S + U_n                                                      # (B, H, Dk, Dv)
     o = A @ v + q @ torch.stack(starts, 2)                                     # (B, H, N, C, Dv)
     return o.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T], S                    # (B, T, H, Dv)
 
@@ -120,12 +120,13 @@ def linear_attention(q, k, v, g, state=None, form="auto", chunk_size=64):
     q, k, g: (B, T, H, Dk), v: (B, T, H, Dv), T ≥ 1, no broadcasting. k = None: k = 1 − exp(g).
     q, k, v share a floating dtype; g ≤ 0 has it too or float32; −∞ is allowed except for "triton".
     state: (B, H, Dk, Dv), float64 for float64 inputs, else float32; None = zeros. Never modified.
-    form: "recurrent" | "parallel" | "chunkwise" | "triton", or "auto": triton for CUDA tensors that
-    are not float64 if Triton and kernel.py are there, else recurrent at T = 1, else chunkwise.
+    form: "recurrent" | "parallel" | "chunkwise" | "triton", or "auto": triton where it serves (see
+    `runs_on_kernel`), else recurrent at T = 1, else chunkwise.
     chunk_size: C of "chunkwise", a power of two.
 
     Returns o (B, T, H, Dv) in q's dtype and the final state. Raises ValueError for shapes, devices,
-    an unknown form or chunk size, TypeError for dtypes, ImportError if "triton" is not there.
+    an unknown form or chunk size, q that is not floating, TypeError for dtypes that do not fit it,
+    ImportError if "triton" is not there.
     """
     forms = {"recurrent": recurrent, "parallel": parallel,
              "chunkwise": functools.partial(chunkwise, C=chunk_size)}
@@ -135,7 +136,7 @@ def linear_attention(q, k, v, g, state=None, form="auto", chunk_size=64):
     if chunk_size < 1 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size must be a power of two, not {chunk_size}")
     if form == "auto":
-        form = "triton" if runs_on_kernel(q) else "recurrent" if q.shape[1] == 1 else "chunkwise"
+        form = "triton" if runs_on_kernel(q, v) else "recurrent" if q.shape[1] == 1 else "chunkwise"
     if form == "triton":
         return import_kernel().linear_attention(q, k, v, g, state)
 
@@ -186,10 +187,12 @@ def check_operands(q, k, v, g, state):
             raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, not {x.dtype}")
 
 
-def runs_on_kernel(x):
-    """Whether "auto" takes the Triton kernel for the tensor x. Triton wants an A100 or later."""
-    return (HAS_KERNEL and x.is_cuda and x.dtype != torch.float64
-            and torch.cuda.get_device_properties(x.device).major >= 8)
+def runs_on_kernel(q, v):
+    """Whether "auto" takes the Triton kernel: kernel.py and Triton are there, the GPU is an NVIDIA
+    A100 or later, heads are at most 256 wide, and no tensor is float64."""
+    return (HAS_KERNEL and q.is_cuda and torch.version.hip is None and q.dtype != torch.float64
+            and max(q.shape[-1], v.shape[-1]) <= 256
+            and torch.cuda.get_device_properties(q.device).major >= 8)
 
 
 def import_kernel():
@@ -242,8 +245,8 @@ class ShortConv(nn.Module):
 
 
 def project(d_in, d_out, bias=False):
-    """A linear map with weights N(0, 1/d_in): at the release's widths about its N(0, 0.02), and at
-    small widths large enough that the per-head norm does not drown the signal in its eps."""
+    """A linear map with weights of deviation d_in^-½: 0.022 at the paper's larger width, where the
+    release has 0.02, and at small widths enough for the signal to stand out from the norm's eps."""
     layer = nn.Linear(d_in, d_out, bias=bias)
     nn.init.normal_(layer.weight, std=d_in ** -0.5)
     if bias:
@@ -268,8 +271,11 @@ class Mixer(nn.Module):
 
     `layer(x, mask=None, state=None)`: x (B, T, D); mask (B, T) bool, True = real token; state as
     returned by an earlier call. Returns y (B, T, D) and the new state, a tuple of batch-first
-    tensors (None when bidirectional). Padding leaves the state as it is, and y is 0 there. With
-    `in_place` the call may overwrite the state that it was given: for loops that never look back.
+    tensors (None when bidirectional). Padding leaves the state as it is, and y is 0 there; pad on
+    the right behind a state, and on either side of a whole sequence: to the convolution padding is
+    zeros. With `in_place` the call may overwrite the state that it was given, which comes from
+    `reserve`: for loops that never look back. Raises ValueError for shapes of x, mask or state,
+    TypeError for an x that has not the weights' dtype outside autocast.
     """
     def __init__(self, d_model, n_heads, d_key, d_value, conv_size, bidirectional):
         super().__init__()
@@ -321,7 +327,7 @@ class Mixer(nn.Module):
 
 class LinearMixer(Mixer):
     """What all linear mixers share. A subclass says in `inputs` how it makes q, k (or None: 1 − α),
-    v and the gate, each (B, T, H, ·), and the output gate r (B, T, H·Dv) or 1.
+    v and the gate, mostly (B, T, H, ·), and the output gate r (B, T, H·Dv) or 1.
 
         x = SiLU(conv(x))  →  q, k, v, gate, r  →  o = linear attention  →  y = (r ⊙ norm(o)) W_o
 
@@ -365,12 +371,13 @@ class MetaLA(LinearMixer):
     d_model: width D. n_heads: H. d_key, d_value: total widths H·Dk (default D/2) and H·Dv (default
     D), multiples of H. conv_size: 0 leaves convolution and SiLU out. tau: τ > 0. self_augment: the
     σ(…) term. use_key: a key of its own, k = x W_k (the paper's "w/ key" ablation). bidirectional:
-    convolution centred, the operator run in both directions over the same q, a, v and added; for
-    images, not for generation. 4D² parameters (4.5D² with key) + D·conv_size + D + D/2.
+    convolution centred (an odd conv_size), the operator run in both directions over the same q, a,
+    v and added; for images, not for generation. 4D² parameters (4.5D² with key) + D·conv_size + D + D/2.
     The state is (conv (B, conv_size − 1, D), S (B, H, Dk, Dv)).
 
     Call and mask: see Mixer. a = −1e4 at a document's first token resets the state (README).
-    Raises ValueError for widths that H does not divide, τ ≤ 0, an even conv_size if bidirectional.
+    Raises ValueError for widths that H does not divide, τ ≤ 0, a conv_size that is negative, or
+    even if bidirectional.
     """
     open_gate = 1e4         # σ(1e4) = 1 exactly, in every dtype
 
@@ -395,7 +402,7 @@ class MetaLA(LinearMixer):
         return F.logsigmoid(a.to(accumulator(a))) / self.tau                   # g = log α
 
     def operator(self, q, k, v, a, S, in_place=False):
-        if k is None and runs_on_kernel(q):     # the kernel forms α and k in registers, from logits
+        if k is None and runs_on_kernel(q, v):     # the kernel forms α and k in registers, from logits
             return import_kernel().metala_attention(q, a, v, self.tau, S, in_place=in_place)
         return linear_attention(q, k, v, self.log_decay(a), S)
 
@@ -599,7 +606,7 @@ class Block(nn.Module):
         self.glu = GLU(d_model, math.ceil(2.75 * d_model / 8) * 8 if d_ff is None else d_ff)
         self.dropout = nn.Dropout(dropout)
         with torch.no_grad():   # a new block says little, so that the embeddings reach every layer:
-            # recall (train_mqar) is learned in half the steps, and seeds no longer get stuck
+            # recall (train_mqar) is learned in half the steps, and fewer seeds get stuck
             for output in (self.mixer.o_proj, self.glu.w3):
                 output.weight.mul_(0.01)
 
@@ -704,7 +711,8 @@ class LanguageModel(nn.Module):
         """The model of a checkpoint released by the authors; names are translated, nothing else.
 
         n_heads is not in the shapes: a checkpoint folder's config.json calls it
-        decoder_attention_heads. Raises ValueError naming a missing, surplus or misshapen tensor.
+        decoder_attention_heads. Raises ValueError naming a missing, surplus or misshapen tensor, or
+        widths that n_heads does not divide.
         """
         released = {"embed.": "model.embed_tokens.", "head.": "lm_head.", "w_aug": "aug_balance",
                     "body.blocks": "model.layers", "mixer": "token_mixer", "a_proj": "k_gate",
@@ -718,12 +726,13 @@ class LanguageModel(nn.Module):
         layers = {name.split(".")[2] for name in state_dict if name.startswith("model.layers.")}
         d_ff, *_ = *shape("model.layers.0.channel_mixer.l1.weight"), 0
         *_, kernel = 0, *shape("model.layers.0.token_mixer.conv1d.weight")
-        try:
-            vocab_size, d_model = sizes
-            model = cls(vocab_size, d_model, len(layers), n_heads, d_ff=d_ff, conv_size=kernel)
-        except ValueError as error:
+        if len(sizes) != 2:
             raise ValueError(f"official checkpoint: model.embed_tokens.weight is {sizes}, "
-                             f"expected (vocab_size, d_model): {error}")
+                             "expected (vocab_size, d_model)")
+        try:
+            model = cls(*sizes, len(layers), n_heads, d_ff=d_ff, conv_size=kernel)
+        except ValueError as error:
+            raise ValueError(f"official checkpoint: {error}")
         tensors, surplus = {}, set(state_dict)
         for ours, parameter in model.named_parameters():
             theirs = functools.reduce(lambda x, names: x.replace(*names), released.items(), ours)

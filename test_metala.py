@@ -877,13 +877,16 @@ def test_one_clear_error_for(call):
         eval(call, globals() | names)
     assert len(str(caught.value)) < 300
 
-def test_auto_leaves_gpus_that_triton_does_not_serve_to_pytorch(monkeypatch):
+def test_auto_leaves_what_the_kernel_does_not_serve_to_pytorch(monkeypatch):
     monkeypatch.setattr(metala, "HAS_KERNEL", True)
-    x = types.SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda")
+    x = types.SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda", shape=(2, 5, 3, 256))
+    wider = types.SimpleNamespace(shape=(2, 5, 3, 257))
     for major, served in (7, False), (8, True), (12, True):
         monkeypatch.setattr(torch.cuda, "get_device_properties",
                             lambda device: types.SimpleNamespace(major=major))
-        assert metala.runs_on_kernel(x) == served
+        assert metala.runs_on_kernel(x, x) == served and not metala.runs_on_kernel(x, wider)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not metala.runs_on_kernel(x, x)
 
 # ── 13  The scripts ──────────────────────────────────────────────────────────────────────────────
 
