@@ -40,8 +40,8 @@ too few to fill a GPU, it cuts the sequence into segments: a first walk finds wh
 alone adds, a short scan turns that into the state at every segment's edge.
 
 Memory. q, a, v, o and their gradients once each; for training the state of every chunk, in 16 bits
-if the inputs are, Dk / C of the size of v. q̃, k̃ and, backward, F and dS″ live for one pass; there q̃, k̃, dS″ lie,
-where they fit, in the memory that dq, da and dv are going to fill.
+if the inputs are, Dk / C of the size of v. q̃, k̃ and, backward, F and dS″ live for one pass; there
+q̃, k̃, dS″ lie, where they fit, in the memory that dq, da and dv are going to fill.
 
     python kernel.py        prints a benchmark (needs a CUDA GPU)
 """
@@ -864,8 +864,8 @@ def benchmark_operator(B, T, H, Dk, Dv):
         return torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (wide, v, v)), is_causal=True).transpose(1, 2)
     floor = 2 * q.numel() * (2 + 2 * Dv / Dk) / 4.28e9      # bytes at 4.28 TB/s, an H200's, in ms
-    print(f"\nB={B} T={T} H={H} Dk={Dk} Dv={Dv} bfloat16, medians in ms; to read q, a, v and write o "
-          f"takes {floor:.3f}, which forward is a multiple of")
+    print(f"\nB={B} T={T} H={H} Dk={Dk} Dv={Dv} bfloat16, medians in ms; to read q, a, v and write "
+          f"o takes {floor:.3f}, which forward is a multiple of")
     measure("this kernel", lambda: metala_attention(q, a, v)[0], (q, a, v), floor)
     measure("PyTorch chunkwise", pytorch, (q, a, v), floor)
     measure("softmax (SDPA), width Dv", softmax, (wide, v), floor)

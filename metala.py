@@ -37,8 +37,9 @@ HAS_KERNEL = all(importlib.util.find_spec(name) for name in ("triton", "kernel")
 #
 #     S_t = diag(α_t) S_{t-1} + k_tᵀ v_t          o_t = s · q_t S_t         (row vectors, s = Dk^-½)
 #
-# Softmax and HGRN aside, every mixer below is a choice of (q, k, v, α). The three functions compute the same
-# (o, S_T) from the same arguments; each is the reference for the next. Here q comes scaled by s.
+# Softmax and HGRN aside, every mixer below is a choice of (q, k, v, α). The three functions compute
+# the same (o, S_T) from the same arguments; each is the reference for the next. Here q comes scaled
+# by s.
 
 def recurrent(q, k, v, g, S):
     """The definition: one step after the other. O(T) work, but T of them in sequence."""
@@ -372,8 +373,8 @@ class MetaLA(LinearMixer):
     D), multiples of H. conv_size: 0 leaves convolution and SiLU out. tau: τ > 0. self_augment: the
     σ(…) term. use_key: a key of its own, k = x W_k (the paper's "w/ key" ablation). bidirectional:
     convolution centred (an odd conv_size), the operator run in both directions over the same q, a,
-    v and added; for images, not for generation. 4D² parameters (4.5D² with key) + D·conv_size + D + D/2.
-    The state is (conv (B, conv_size − 1, D), S (B, H, Dk, Dv)).
+    v and added; for images, not for generation. 4D² parameters (4.5D² with key) + D·conv_size + D +
+    D/2. The state is (conv (B, conv_size − 1, D), S (B, H, Dk, Dv)).
 
     Call and mask: see Mixer. a = −1e4 at a document's first token resets the state (README).
     Raises ValueError for widths that H does not divide, τ ≤ 0, a conv_size that is negative, or
@@ -402,7 +403,7 @@ class MetaLA(LinearMixer):
         return F.logsigmoid(a.to(accumulator(a))) / self.tau                   # g = log α
 
     def operator(self, q, k, v, a, S, in_place=False):
-        if k is None and runs_on_kernel(q, v):     # the kernel forms α and k in registers, from logits
+        if k is None and runs_on_kernel(q, v):  # the kernel forms α and k in registers, from logits
             return import_kernel().metala_attention(q, a, v, self.tau, S, in_place=in_place)
         return linear_attention(q, k, v, self.log_decay(a), S)
 

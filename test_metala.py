@@ -879,8 +879,8 @@ def test_one_clear_error_for(call):
 
 def test_auto_leaves_what_the_kernel_does_not_serve_to_pytorch(monkeypatch):
     monkeypatch.setattr(metala, "HAS_KERNEL", True)
-    x = types.SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda", shape=(2, 5, 3, 256))
-    wider = types.SimpleNamespace(shape=(2, 5, 3, 257))
+    x, wider = (types.SimpleNamespace(is_cuda=True, dtype=torch.float16, device="cuda",
+                                      shape=(2, 5, 3, width)) for width in (256, 257))
     for major, served in (7, False), (8, True), (12, True):
         monkeypatch.setattr(torch.cuda, "get_device_properties",
                             lambda device: types.SimpleNamespace(major=major))
@@ -1226,7 +1226,8 @@ def test_official_files_are_read_as_they_are_and_listops_have_the_worked_answers
     assert all(value_of(document) == label for _, label, document in rows)
     text = parsed("text", tmp_path)
     assert [row[:2] for row in text[10:14]] == [(0, 0), (1, 0), (0, 1), (0, 1)] and len(text) == 48
-    assert text[2] == (0, 0, "neg 2é<br />".encode()) and text[47] == (2, 1, "pos 11é<br />".encode())
+    assert text[2] == (0, 0, "neg 2é<br />".encode())
+    assert text[47] == (2, 1, "pos 11é<br />".encode())
     assert parsed("retrieval", tmp_path)[2] == (1, 1, b"b'a \"b'", b"b'c'")
     image = parsed("image", tmp_path)
     assert image[:2] == [(0, 1, 1024 * b"\x4c"), (0, 9, bytes(1024))]
@@ -1267,7 +1268,8 @@ def test_pathfinder_pngs_are_read_and_unreadable_ones_named(tmp_path, capsys):
         image.fromarray(np.full((32, 32), i, np.uint8)).save(paths[1] / f"{i}.png")
     (paths[1] / "3.png").write_bytes(b"")
     rows = list(train_lra.read_pathfinder(paths, argparse.Namespace(length=1024)))
-    assert rows[4][2:] == ("1", [1024 * b"\5"]) and sorted(row[1] for row in rows) == 7 * [0] + [1, 2]
+    assert rows[4][2:] == ("1", [1024 * b"\5"])
+    assert sorted(row[1] for row in rows) == 7 * [0] + [1, 2]
     assert re.search("left out 1 of 10 .*3.png", capsys.readouterr().out)
 
 def test_generated_pathfinder_is_balanced_and_has_no_shortcut():
