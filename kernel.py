@@ -879,6 +879,19 @@ def benchmark_operator(B, T, H, Dk, Dv):
     measure("fla chunk_gla", peer, (q, a, v), floor)
 
 
+@torch.no_grad()
+def benchmark_step(B, H, Dk, Dv):
+    """Decoding, in place, over eight states in turn: more than the L2 cache holds."""
+    q, a, v = (torch.randn(B, 1, H, d, device="cuda", dtype=torch.bfloat16) for d in (Dk, Dk, Dv))
+    states = [torch.randn(B, H, Dk, Dv, device="cuda") for _ in range(8)]
+    def steps():
+        for S in states:
+            metala_attention(q, a, v, state=S, in_place=True)
+    once = triton.testing.do_bench_cudagraph(steps, return_mode="median") / len(states)
+    print(f"\ndecoding: B={B} H={H} Dk={Dk} Dv={Dv}, a step takes {1e3 * once:.1f} µs, to read and "
+          f"write the state {2 * states[0].nbytes / 4.28e6:.1f}")
+
+
 def benchmark_layer(B, T, D, H):
     """The whole token mixer, compiled, under autocast."""
     import metala
@@ -896,8 +909,9 @@ if __name__ == "__main__":
     if not torch.cuda.is_available():
         raise SystemExit("kernel: the benchmark needs a CUDA GPU; "
                          "without one, the tests run the kernel interpreted")
-    for T in (2048, 8192, 32768):
+    for T in (512, 1024, 2048, 8192, 32768):
         benchmark_operator(32768 // T, T, 8, 64, 128)
     benchmark_operator(8, 2048, 16, 128, 128)
+    benchmark_step(64, 8, 64, 128)
     for T in (2048, 8192, 32768):
         benchmark_layer(32768 // T, T, 1024, 8)
