@@ -316,6 +316,15 @@ def at_least(low, kind=int, high=2**31 - 1):
     return number
 
 
+def name_and_value(text):
+    """An argparse type for --option."""
+    try:
+        name, value = text.split("=")
+        return name, json.loads(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE with a JSON value")
+
+
 def common_flags():
     """A parser with the flags that mean the same in every script."""
     parser = argparse.ArgumentParser(
@@ -325,6 +334,8 @@ def common_flags():
     add = parser.add_argument
     add("--preset", default="laptop", choices=PRESETS, help="values for the flags not given")
     add("--mixer", default="metala", choices=MIXERS, help="token mixer")
+    add("--option", type=name_and_value, nargs="*", default=[], metavar="NAME=VALUE",
+        help="more arguments of the mixer, such as tau=4 self_augment=false")
     add("--d-model", type=at_least(1), help="model width D")
     add("--layers", type=at_least(1, high=1000), help="number of blocks")
     add("--heads", type=at_least(1), help="number of heads H")
@@ -332,7 +343,7 @@ def common_flags():
     add("--batch", type=at_least(1), help="images per step, of all processes together")
     add("--lr", type=at_least(0, float), help="peak learning rate")
     add("--warmup", type=at_least(0), help="steps of linear warm-up, before a cosine to zero")
-    add("--weight-decay", type=at_least(0, float), help="of AdamW, on matrices only")
+    add("--weight-decay", type=at_least(0, float), help="of AdamW, on matrices and filters")
     add("--eval-every", type=at_least(1), help="steps between evaluations (and checkpoints)")
     add("--seed", type=at_least(0, high=2**63 - 1), default=0, help="of weights, data and dropout")
     add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run")
@@ -384,22 +395,25 @@ def run_folder(args):
             return
         args.out.mkdir(parents=True, exist_ok=True)
         with open(args.out / ".lock", "w") as lock:
-            if fcntl:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                if fcntl:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fail(f"another run is using {args.out}: wait for it, or give another --out")
             if not args.resume:
                 old = next(n for n in range(1, 10**9) if not list(args.out.glob(f"*.old.{n}.*")))
-                for path in [*args.out.glob("log.jsonl"), *args.out.glob("checkpoint.pt")]:
+                names = "log.jsonl", "checkpoint.pt"
+                for path in filter(Path.exists, (args.out / name for name in names)):
                     print("kept:", path.rename(path.with_suffix(f".old.{old}{path.suffix}")))
             yield
-    except BlockingIOError:
-        fail(f"another run is using {args.out}: wait for it, or give another --out")
     except OSError as error:  # of the run itself too: a full disk, say
         fail(f"--out {args.out}: {error}")
 
 
 @contextlib.contextmanager
 def caught_signals():
-    """A list that receives SIGINT or SIGTERM, for the loop to look at. A second one kills."""
+    """A list that receives SIGINT or SIGTERM, for the loop to look at. A second one kills, in a
+    single process."""
     def catch(number, frame):
         caught.append(number)
         if WORLD == 1:  # torchrun may send a process what it has got already
@@ -419,9 +433,7 @@ def save_checkpoint(args, model, optimizer, scaler, **progress):
         return
     content = dict(
         progress, script=SCRIPT, args={**vars(args), "out": str(args.out)},
-        model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
-        rng=torch.get_rng_state(),
-        cuda_rng=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+        model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict())
     temporary, buffer = args.out / "checkpoint.pt.tmp", io.BytesIO()
     torch.save(content, buffer)  # not to the file: a full disk would be a RuntimeError
     with open(temporary, "wb") as file:
@@ -457,9 +469,6 @@ def load_checkpoint(args, model, optimizer, scaler):
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     scaler.load_state_dict(saved["scaler"])
-    torch.set_rng_state(saved["rng"])
-    if saved["cuda_rng"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["cuda_rng"])
     if log.exists() and RANK == 0:  # a kill may have torn its last line, or come before a save
         try:
             lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
@@ -524,7 +533,8 @@ def leave():
 
 # ── Plain PyTorch from here on: model, augmentation, evaluation, training ────────────────────────
 
-TRAIN, TEST, ORDER, AUGMENT = range(4)  # random streams: each is seeded with [seed, stream, index]
+# Random streams: each is seeded with [seed, stream, index]
+TRAIN, TEST, ORDER, AUGMENT, DROPOUT = range(5)
 
 
 def conv_stem(d_model, patch):
@@ -551,7 +561,7 @@ class Classifier(nn.Module):
                      else nn.Conv2d(3, D, args.patch, stride=args.patch))
         self.position = nn.Parameter(0.02 * torch.randn(1, D, grid, grid))
         self.body = Backbone(D, args.layers, args.heads, args.mixer, 3 * D, args.dropout,
-                             bidirectional=True, conv_size=args.conv)
+                             **dict(bidirectional=True, conv_size=args.conv) | dict(args.option))
         self.head = nn.Linear(D, n_classes)
         nn.init.normal_(self.head.weight, std=D ** -0.5)
 
@@ -601,7 +611,8 @@ def evaluate(model, data, args, device, n_classes, size):
     """Metrics, and the confusion table (K, K): rows are the truth, columns the answers."""
     model.eval()
     sums, table = torch.zeros(4, device=device), torch.zeros(n_classes, n_classes, device=device)
-    rows = np.array_split(np.arange(RANK, len(data), WORLD), -(-len(data) // args.batch))
+    mine, B = np.arange(RANK, len(data), WORLD), args.batch // WORLD
+    rows = (mine[i:i + B] for i in range(0, len(mine), B))
     for images, labels in batches(data, rows, args, device):
         with autocast(args, device), torch.compiler.set_stance("force_eager"):
             logits = model(resized(images, size)).float()   # (B, K), and any B: not to be compiled
@@ -684,7 +695,7 @@ def train(args, device):
     torch.manual_seed(args.seed)
     try:
         model = Classifier(args, len(classes)).to(device)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # Runtime: too large for memory
         fail(error)
     optimizer = make_optimizer(model, args)
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
@@ -706,7 +717,8 @@ def train(args, device):
         for step in range(start, args.steps + 1):
             interrupted, terminated = total(signal.SIGINT in caught, signal.SIGTERM in caught)
             stop = interrupted or terminated
-            if step == args.steps or step % args.eval_every == 0 or stop:
+            planned = step == args.steps or step % args.eval_every == 0
+            if planned or stop:
                 if step > before:  # reading the losses waits for the GPU, so here only
                     mean, = total(losses.item() / (step - before) / WORLD)
                     run["train_loss"] = check_finite(mean, step)
@@ -718,7 +730,8 @@ def train(args, device):
                 if not terminated:  # which is in a hurry
                     metrics, table = evaluate(model, test, args, device, len(classes), args.size)
                     check_finite(metrics["loss"], step)
-                    run["best"] = max(run["best"], metrics["accuracy"])
+                    if planned:  # Ctrl-C does not select
+                        run["best"] = max(run["best"], metrics["accuracy"])
                     write_log(args, **run, **metrics)
                     bar.set_postfix_str(f"loss {metrics['loss']:.3f}, best {run['best']:.1%}")
                 save_checkpoint(args, model, optimizer, scaler, classes=classes, **run)
@@ -726,6 +739,8 @@ def train(args, device):
                     break
                 before, resumed = step, time.perf_counter()
             lr.fill_(learning_rate(step, args))
+            seed = np.random.default_rng([args.seed, DROPOUT, step]).integers(2**40)
+            torch.manual_seed(seed + RANK)
             u = np.random.default_rng([args.seed, AUGMENT, step]).random((args.batch, 7), "f")
             u = torch.from_numpy(u[RANK::WORLD]).to(device, non_blocking=True)
             train_step(*next(loader), u)
@@ -765,7 +780,8 @@ def report(args, result, table, model, data, test, classes):
 def predict(args, device):
     """Print the likeliest classes of each file, by the checkpoint in --out."""
     saved = read_checkpoint(args.out / "checkpoint.pt")
-    trained, classes = argparse.Namespace(**saved["args"] | dict(workers=0)), saved["classes"]
+    now = dict(workers=0, dtype=args.dtype)
+    trained, classes = argparse.Namespace(**saved["args"] | now), saved["classes"]
     model = Classifier(trained, len(classes)).to(device).eval()
     model.load_state_dict(saved["model"])
     files, answers = Files(args.predict, [0] * len(args.predict), trained), {}
@@ -806,6 +822,10 @@ def main(argv=None):
     add("--predict", type=Path, nargs="+", metavar="FILE", help="classify images, train nothing")
     args = parse(parser, argv)
     device = choose_device(args)
+    if args.predict and WORLD > 1:
+        fail("torchrun is for training only")
+    if min(args.test_sizes, default=args.patch) < args.patch:
+        fail(f"--test-sizes {min(args.test_sizes)}: smaller than a --patch of {args.patch}")
     try:
         if args.predict:
             return predict(args, device)
@@ -814,6 +834,8 @@ def main(argv=None):
         result = train(args, device)
         leave()
         return result
+    except KeyboardInterrupt:  # while data are prepared: training catches it by itself
+        raise SystemExit(130)
     except (FloatingPointError, MemoryError, OSError, RuntimeError) as error:
         if WORLD > 1 and re.search("by peer|Broken pipe|DistBackendError", repr(error)):
             fail(f"process {RANK} stops, for another one of this job has died; --resume continues "

@@ -88,7 +88,7 @@ def load_data(args):
         path = Path(args.data_dir, KNOWN[args.data][1])
         if LOCAL_RANK == 0:
             download(path, *KNOWN[args.data])
-        total()  # the other processes of this host wait here for the file
+        total(0)  # the other processes of this host wait here for the file
     dtype = np.dtype("<u2" if path.suffix == ".bin" else "u1")
     args.vocab_size = args.vocab_size if path.suffix == ".bin" else 256
     try:
@@ -179,6 +179,15 @@ def at_least(low, kind=int, high=2**31 - 1):
     return number
 
 
+def name_and_value(text):
+    """An argparse type for --option."""
+    try:
+        name, value = text.split("=")
+        return name, json.loads(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE with a JSON value")
+
+
 def common_flags():
     """A parser with the flags that mean the same in every script."""
     parser = argparse.ArgumentParser(
@@ -188,14 +197,16 @@ def common_flags():
     add = parser.add_argument
     add("--preset", default="laptop", choices=PRESETS, help="values for the flags not given")
     add("--mixer", default="metala", choices=MIXERS, help="token mixer")
+    add("--option", type=name_and_value, nargs="*", default=[], metavar="NAME=VALUE",
+        help="more arguments of the mixer, such as tau=4 self_augment=false")
     add("--d-model", type=at_least(1), help="model width D")
     add("--layers", type=at_least(1, high=1000), help="number of blocks")
     add("--heads", type=at_least(1), help="number of heads H")
     add("--steps", type=at_least(1), help="training steps")
-    add("--batch", type=at_least(1), help="sequences per step")
+    add("--batch", type=at_least(1), help="sequences per step, of all processes together")
     add("--lr", type=at_least(0, float), help="peak learning rate")
     add("--warmup", type=at_least(0), help="steps of linear warm-up, before a cosine to zero")
-    add("--weight-decay", type=at_least(0, float), help="of AdamW, on matrices only")
+    add("--weight-decay", type=at_least(0, float), help="of AdamW, on matrices and filters")
     add("--eval-every", type=at_least(1), help="steps between evaluations (and checkpoints)")
     add("--seed", type=at_least(0, high=2**63 - 1), default=0, help="of weights, data and dropout")
     add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run")
@@ -247,23 +258,25 @@ def run_folder(args):
             return
         args.out.mkdir(parents=True, exist_ok=True)
         with open(args.out / ".lock", "w") as lock:
-            if fcntl:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                if fcntl:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fail(f"another run is using {args.out}: wait for it, or give another --out")
             if not args.resume:
                 old = next(n for n in range(1, 10**9) if not list(args.out.glob(f"*.old.{n}.*")))
                 names = "log.jsonl", "checkpoint.pt", "best.pt"
                 for path in filter(Path.exists, (args.out / name for name in names)):
                     print("kept:", path.rename(path.with_suffix(f".old.{old}{path.suffix}")))
             yield
-    except BlockingIOError:
-        fail(f"another run is using {args.out}: wait for it, or give another --out")
     except OSError as error:  # of the run itself too: a full disk, say
         fail(f"--out {args.out}: {error}")
 
 
 @contextlib.contextmanager
 def caught_signals():
-    """A list that receives SIGINT or SIGTERM, for the loop to look at. A second one kills."""
+    """A list that receives SIGINT or SIGTERM, for the loop to look at. A second one kills, in a
+    single process."""
     def catch(number, frame):
         caught.append(number)
         if WORLD == 1:  # torchrun may send a process what it has got already
@@ -284,9 +297,7 @@ def save_checkpoint(args, model, optimizer, scaler, is_best, **progress):
         return
     content = dict(
         progress, script=SCRIPT, args={**vars(args), "out": str(args.out)},
-        model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
-        rng=torch.get_rng_state(),
-        cuda_rng=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+        model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict())
     weights = {name: content[name] for name in ("script", "step", "args", "model")}
     for name, x in [("best.pt", weights)] * is_best + [("checkpoint.pt", content)]:
         temporary, buffer = args.out / f"{name}.tmp", io.BytesIO()
@@ -324,9 +335,6 @@ def load_checkpoint(args, model, optimizer, scaler):
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     scaler.load_state_dict(saved["scaler"])
-    torch.set_rng_state(saved["rng"])
-    if saved["cuda_rng"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["cuda_rng"])
     if log.exists() and RANK == 0:  # a kill may have torn its last line, or come before a save
         try:
             lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
@@ -349,7 +357,7 @@ def write_log(args, **line):
 
 
 def make_optimizer(model, args):
-    """AdamW. Only weight matrices decay: the embedding of a rare token would just fade away."""
+    """AdamW. Matrices and filters decay; the embedding of a rare token would just fade away."""
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     groups = {True: [], False: []}
     for p in model.parameters():
@@ -399,7 +407,7 @@ def build_model(args):
     try:
         return LanguageModel(args.vocab_size, args.d_model, args.layers, args.heads, args.mixer,
                              args.d_ff, args.dropout, args.tie, **dict(args.option))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # Runtime: too large for memory
         fail(error)
 
 
@@ -524,7 +532,8 @@ def train(args, device):
         for step in range(run["step"], args.steps + 1):
             last = step == args.steps
             interrupted, terminated = total(signal.SIGINT in caught, signal.SIGTERM in caught)
-            pause = last or step % args.eval_every == 0 or interrupted or terminated
+            planned = last or step % args.eval_every == 0
+            pause = planned or interrupted or terminated
             if recent and (pause or step % 10 == 0):  # seldom: reading a loss waits for the GPU
                 run["train_loss"], = total(torch.stack(recent).mean().item() / WORLD)
                 check_finite(run["train_loss"], step)
@@ -544,8 +553,8 @@ def train(args, device):
                     found = evaluate(model, tokens, held_out, args.length, args.val_windows, args,
                                      device)
                     loss = check_finite(float(found.mean()), step)
-                    is_best = loss < run["best"]
-                    run["best"] = min(run["best"], loss)
+                    is_best = planned and loss < run["best"]  # Ctrl-C does not select
+                    run["best"] = loss if is_best else run["best"]
                     write_log(args, **run, loss=loss, tokens_per_second=rate or None)
                 save_checkpoint(args, model, optimizer, scaler, is_best, **run)
                 if last or interrupted or terminated:
@@ -570,6 +579,7 @@ def train(args, device):
     say(f"{step} steps in {run['seconds']:.0f} s; validation loss {in_words(loss, args)}, "
         f"at best {in_words(run['best'], args)}")
     if args.vocab_size == 256 and RANK == 0:
+        torch.manual_seed(args.seed)
         stream(model, "\n", 300, args, device)
     return dict(loss=loss, val_loss=loss, best=run["best"], steps=step, seconds=run["seconds"],
                 bits_per_byte=loss / math.log(2) if args.vocab_size == 256 else None)
@@ -583,7 +593,7 @@ def load_model(args, device):
     path, weights = Path(args.model or args.out), {}
     if not (path / "config.json").exists():
         saved = read_checkpoint(path if path.is_file() else path / "best.pt")
-        now = {name: value for name, value in vars(args).items() if name in MAY_CHANGE}
+        now = {name: value for name, value in vars(args).items() if name in MAY_CHANGE | {"dtype"}}
         args = argparse.Namespace(**vars(args) | saved["args"] | now)
         model = build_model(args)
         model.load_state_dict(saved["model"])
@@ -748,14 +758,11 @@ def decoding(model, token, room):
 
 def lengths(text):
     """An argparse type: 1k,4k is 1024 and 4096."""
-    return [at_least(1)(x.removesuffix("k")) * (1024 if x.endswith("k") else 1)
-            for x in text.split(",")]
-
-
-def name_and_value(text):
-    """An argparse type for --option."""
-    name, value = text.split("=")
-    return name, json.loads(value)
+    try:
+        return [at_least(1)(x.removesuffix("k")) * (1024 if x.endswith("k") else 1)
+                for x in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a list of lengths such as 256,4k")
 
 
 def main(argv=None):
@@ -772,9 +779,8 @@ def main(argv=None):
     add("--d-ff", type=at_least(1), help="width of the GLU")
     add("--dropout", type=at_least(0, float, high=1), help="after embedding, mixer and GLU")
     add("--tie", action=argparse.BooleanOptionalAction, help="share embedding and head weights")
-    add("--option", type=name_and_value, nargs="*", default=[], metavar="NAME=VALUE",
-        help="more arguments of the mixer, such as tau=4 conv_size=4")
-    add("--beta2", type=at_least(0, float, high=1), help="of AdamW: memory for squared gradients")
+    add("--beta2", type=at_least(0, float, high=0.9999),
+        help="of AdamW: memory for squared gradients")
     add("--recompute", action=argparse.BooleanOptionalAction,
         help="activation checkpointing: less memory, a third more work")
     add("--model", help="for the two below: a checkpoint, or a folder of the authors' release "
@@ -803,6 +809,8 @@ def main(argv=None):
         if WORLD > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         return train(args, device)
+    except KeyboardInterrupt:  # while data are prepared: training catches it by itself
+        raise SystemExit(130)
     except (FloatingPointError, MemoryError, OSError, RuntimeError) as error:
         if WORLD > 1 and re.search("by peer|Broken pipe|DistBackendError", repr(error)):
             fail(f"process {RANK} stops, for another one of this job has died; --resume continues "

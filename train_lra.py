@@ -385,6 +385,15 @@ def at_least(low, kind=int, high=2**31 - 1):
     return number
 
 
+def name_and_value(text):
+    """An argparse type for --option."""
+    try:
+        name, value = text.split("=")
+        return name, json.loads(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE with a JSON value")
+
+
 def common_flags():
     """A parser with the flags that mean the same in every script."""
     parser = argparse.ArgumentParser(
@@ -394,6 +403,8 @@ def common_flags():
     add = parser.add_argument
     add("--preset", default="laptop", choices=PRESETS, help="values for the flags not given")
     add("--mixer", default="metala", choices=MIXERS, help="token mixer")
+    add("--option", type=name_and_value, nargs="*", default=[], metavar="NAME=VALUE",
+        help="more arguments of the mixer, such as tau=4 self_augment=false")
     add("--d-model", type=at_least(1), help="model width D")
     add("--layers", type=at_least(1, high=1000), help="number of blocks")
     add("--heads", type=at_least(1), help="number of heads H")
@@ -402,7 +413,7 @@ def common_flags():
     add("--lr", type=at_least(0, float), help="peak learning rate")
     add("--warmup", type=at_least(0),
         help="steps of linear warm-up, before a cosine to zero; a preset's scales with --steps")
-    add("--weight-decay", type=at_least(0, float), help="of AdamW, on matrices only")
+    add("--weight-decay", type=at_least(0, float), help="of AdamW, on matrices and filters")
     add("--eval-every", type=at_least(1), help="steps between evaluations (and checkpoints)")
     add("--seed", type=at_least(0, high=2**63 - 1), default=0, help="of weights, data and dropout")
     add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run")
@@ -451,15 +462,17 @@ def run_folder(args):
             fail(f"--resume: there is no {args.out / 'checkpoint.pt'}")
         args.out.mkdir(parents=True, exist_ok=True)
         with open(args.out / ".lock", "w") as lock:
-            if fcntl:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                if fcntl:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fail(f"another run is using {args.out}: wait for it, or give another --out")
             if not args.resume:
                 old = next(n for n in range(1, 10**9) if not list(args.out.glob(f"*.old.{n}.*")))
-                for path in [*args.out.glob("log.jsonl"), *args.out.glob("checkpoint.pt")]:
+                names = "log.jsonl", "checkpoint.pt"
+                for path in filter(Path.exists, (args.out / name for name in names)):
                     print("kept:", path.rename(path.with_suffix(f".old.{old}{path.suffix}")))
             yield
-    except BlockingIOError:
-        fail(f"another run is using {args.out}: wait for it, or give another --out")
     except OSError as error:  # of the run itself too: a full disk, say
         fail(f"--out {args.out}: {error}")
 
@@ -483,9 +496,7 @@ def save_checkpoint(args, model, optimizer, scaler, **progress):
     """All that an exact resumption needs. Killed at any moment, one whole checkpoint remains."""
     content = dict(
         progress, script=SCRIPT, args={**vars(args), "out": str(args.out), "data_dir": ""},
-        model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
-        rng=torch.get_rng_state(),
-        cuda_rng=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+        model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict())
     temporary, buffer = args.out / "checkpoint.pt.tmp", io.BytesIO()
     torch.save(content, buffer)  # not to the file: a full disk would be a RuntimeError
     with open(temporary, "wb") as file:
@@ -514,9 +525,6 @@ def load_checkpoint(args, model, optimizer, scaler):
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     scaler.load_state_dict(saved["scaler"])
-    torch.set_rng_state(saved["rng"])
-    if saved["cuda_rng"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["cuda_rng"])
     if log.exists():  # a kill may have torn its last line, or come between log and checkpoint
         try:
             lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
@@ -536,7 +544,7 @@ def write_log(args, **line):
 
 
 def make_optimizer(model, args):
-    """AdamW. Only weight matrices decay: the embedding of a rare token would just fade away."""
+    """AdamW. Matrices and filters decay; the embedding of a rare token would just fade away."""
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     groups = {True: [], False: []}
     for p in model.parameters():
@@ -562,7 +570,7 @@ def check_finite(loss, step):
 # ── Plain PyTorch from here on: data on the device, model, evaluation, training ──────────────────
 
 BENCH_SECONDS = 3
-ORDER = 3  # a random stream: the generator of an epoch's order is seeded with [seed, stream, epoch]
+ORDER, DROPOUT = 3, 4  # random streams: each is seeded with [seed, stream, epoch or step]
 
 
 class Data:
@@ -652,7 +660,8 @@ class Classifier(nn.Module):
         self.embed = nn.Embedding(task.vocab, D) if task.vocab else nn.Linear(1, D)
         self.drop = nn.Dropout(args.dropout)
         self.body = Backbone(D, args.layers, args.heads, args.mixer, args.d_ff, args.dropout,
-                             conv_size=args.conv, bidirectional=args.bidirectional)
+                             **dict(conv_size=args.conv, bidirectional=args.bidirectional)
+                             | dict(args.option))
         self.head = nn.Linear(D, task.classes) if task.documents == 1 else nn.Sequential(
             nn.Linear(4 * D, D), nn.SiLU(), nn.Linear(D, task.classes))
 
@@ -674,7 +683,7 @@ def build_model(args, device):
     torch.manual_seed(args.seed)
     try:
         return Classifier(args, TASKS[args.task]).to(device)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # Runtime: too large for memory
         fail(error)
 
 
@@ -790,6 +799,7 @@ def train(args, device):
                     break
                 before, resumed = step, time.perf_counter()
             lr.fill_(learning_rate(step, args))
+            torch.manual_seed(np.random.default_rng([args.seed, DROPOUT, step]).integers(2**40))
             train_step(*batch(step))
             bar.update()
     if caught:

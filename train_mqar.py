@@ -177,7 +177,8 @@ def ask(tokens, cue, answer, places):
 
 
 def need(what, length, T, least, vocab):
-    for flag, low, given in (("--length", length, T), ("--vocab", least, vocab)):
+    for flag, low, given in (("--length (or --test-lengths)", length, T),
+                             ("--vocab", least, vocab)):
         if given < low:
             fail(f"{what} need {flag} {low} or more, not {given}")
 
@@ -232,6 +233,15 @@ def at_least(low, kind=int, high=2**31 - 1):
     return number
 
 
+def name_and_value(text):
+    """An argparse type for --option."""
+    try:
+        name, value = text.split("=")
+        return name, json.loads(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE with a JSON value")
+
+
 def common_flags():
     """A parser with the flags that mean the same in every script."""
     parser = argparse.ArgumentParser(
@@ -241,6 +251,8 @@ def common_flags():
     add = parser.add_argument
     add("--preset", default="laptop", choices=PRESETS, help="values for the flags not given")
     add("--mixer", default="metala", choices=MIXERS, help="token mixer")
+    add("--option", type=name_and_value, nargs="*", default=[], metavar="NAME=VALUE",
+        help="more arguments of the mixer, such as tau=4 self_augment=false")
     add("--d-model", type=at_least(1), help="model width D")
     add("--layers", type=at_least(1, high=1000), help="number of blocks")
     add("--heads", type=at_least(1), help="number of heads H")
@@ -248,7 +260,7 @@ def common_flags():
     add("--batch", type=at_least(1), help="sequences per step")
     add("--lr", type=at_least(0, float), help="peak learning rate")
     add("--warmup", type=at_least(0), help="steps of linear warm-up, before a cosine to zero")
-    add("--weight-decay", type=at_least(0, float), help="of AdamW, on matrices only")
+    add("--weight-decay", type=at_least(0, float), help="of AdamW, on matrices and filters")
     add("--eval-every", type=at_least(1), help="steps between evaluations (and checkpoints)")
     add("--seed", type=at_least(0, high=2**63 - 1), default=0, help="of weights, data and dropout")
     add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run")
@@ -293,15 +305,17 @@ def run_folder(args):
             fail(f"--resume: there is no {args.out / 'checkpoint.pt'}")
         args.out.mkdir(parents=True, exist_ok=True)
         with open(args.out / ".lock", "w") as lock:
-            if fcntl:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                if fcntl:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fail(f"another run is using {args.out}: wait for it, or give another --out")
             if not args.resume:
                 old = next(n for n in range(1, 10**9) if not list(args.out.glob(f"*.old.{n}.*")))
-                for path in [*args.out.glob("log.jsonl"), *args.out.glob("checkpoint.pt")]:
+                names = "log.jsonl", "checkpoint.pt"
+                for path in filter(Path.exists, (args.out / name for name in names)):
                     print("kept:", path.rename(path.with_suffix(f".old.{old}{path.suffix}")))
             yield
-    except BlockingIOError:
-        fail(f"another run is using {args.out}: wait for it, or give another --out")
     except OSError as error:  # of the run itself too: a full disk, say
         fail(f"--out {args.out}: {error}")
 
@@ -325,9 +339,7 @@ def save_checkpoint(args, model, optimizer, scaler, **progress):
     """All that an exact resumption needs. Killed at any moment, one whole checkpoint remains."""
     content = dict(
         progress, script=SCRIPT, args={**vars(args), "out": str(args.out)},
-        model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
-        rng=torch.get_rng_state(),
-        cuda_rng=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+        model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict())
     temporary, buffer = args.out / "checkpoint.pt.tmp", io.BytesIO()
     torch.save(content, buffer)  # not to the file: a full disk would be a RuntimeError
     with open(temporary, "wb") as file:
@@ -356,9 +368,6 @@ def load_checkpoint(args, model, optimizer, scaler):
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     scaler.load_state_dict(saved["scaler"])
-    torch.set_rng_state(saved["rng"])
-    if saved["cuda_rng"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["cuda_rng"])
     if log.exists():  # a kill may have torn its last line, or come between log and checkpoint
         try:
             lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
@@ -378,7 +387,7 @@ def write_log(args, **line):
 
 
 def make_optimizer(model, args):
-    """AdamW. Only weight matrices decay: the embedding of a rare token would just fade away."""
+    """AdamW. Matrices and filters decay; the embedding of a rare token would just fade away."""
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     groups = {True: [], False: []}
     for p in model.parameters():
@@ -403,7 +412,7 @@ def check_finite(loss, step):
 
 # ── Plain PyTorch from here on: data on the device, model, evaluation, training ──────────────────
 
-TRAIN, TEST, ORDER = 0, 1, 2  # random streams: every generator is seeded with [seed, stream, index]
+TRAIN, TEST, ORDER, DROPOUT = range(4)  # random streams: each is seeded with [seed, stream, index]
 
 
 def make_examples(args, device, stream, index, n, length):
@@ -538,7 +547,8 @@ def train(args, device):
         resumed, verdict = time.perf_counter(), ""
         began = resumed - run["seconds"]
         for step in range(start, args.steps + 1):
-            if step == args.steps or step % args.eval_every == 0 or caught:
+            planned = step == args.steps or step % args.eval_every == 0
+            if planned or caught:
                 if step > before:  # reading the losses waits for the GPU, so here only
                     run["train_loss"] = check_finite(losses.item() / (step - before), step)
                     losses.zero_()
@@ -549,12 +559,13 @@ def train(args, device):
                 run.update(step=step, seconds=now - began)
                 if signal.SIGTERM not in caught:  # which is in a hurry
                     loss, accuracy, right = evaluate(model, test, args)
-                    run["best"] = max(run["best"], accuracy)
+                    if planned:  # Ctrl-C does not select
+                        run["best"] = max(run["best"], accuracy)
                     write_log(args, **run, loss=check_finite(loss, step), accuracy=accuracy)
                     bar.set_postfix_str(f"loss {loss:.3f}, best {run['best']:.1%}")
-                    if accuracy >= args.until:
-                        verdict = f": {args.until:.0%} reached"
-                    elif (0 < args.patience * args.eval_every <= step
+                    if planned and accuracy >= args.until:
+                        verdict = f": {100 * args.until:g}% reached"
+                    elif (planned and 0 < args.patience * args.eval_every <= step
                           and run["best"] < 2 / max(args.pairs, 4)):
                         verdict = f": given up at {run['best']:.1%} (--patience {args.patience})"
                 save_checkpoint(args, model, optimizer, scaler, **run)
@@ -562,6 +573,7 @@ def train(args, device):
                     break
                 before, resumed = step, time.perf_counter()
             lr.fill_(learning_rate(step, args))
+            torch.manual_seed(np.random.default_rng([args.seed, DROPOUT, step]).integers(2**40))
             train_step(*batch(step))
             bar.update()
         bar.close()
@@ -578,6 +590,8 @@ def train(args, device):
             more |= show_map(model, test)
         if more:
             write_log(args, step=step, **more)
+        if caught:  # during the report
+            raise SystemExit(128 + caught[0])
     return dict(run, steps=step, loss=loss, accuracy=accuracy, **more)
 
 
@@ -667,12 +681,6 @@ def sweep(args, device):
     return results[best] | dict(lr=best)
 
 
-def name_and_value(text):
-    """An argparse type for --option."""
-    name, value = text.split("=")
-    return name, json.loads(value)
-
-
 def main(argv=None):
     parser = common_flags()
     add = parser.add_argument
@@ -687,20 +695,20 @@ def main(argv=None):
         help="test at these lengths too at the end")
     add("--until", type=at_least(0, float), default=0.99, help="stop at this test accuracy")
     add("--patience", type=at_least(0), help="evaluations after which a run that never passed "
-        "2/N, twice a guess among the example's N answers, is given up; 0: never")
+        "2/N (N at least 4), twice a guess among the example's answers, is given up; 0: never")
     add("--show-map", action="store_true", help="draw and measure one example's map at the end")
     add("--dropout", type=at_least(0, float, high=1), help="after the embedding")
     add("--tie", action=argparse.BooleanOptionalAction, help="share embedding and head weights")
     add("--conv", type=at_least(0), default=2, help="width of every mixer's convolution; 0: none")
     add("--tau", type=at_least(0, float), help="τ of metala and gla: α = σ(a)^(1/τ)")
-    add("--option", type=name_and_value, nargs="*", default=[], metavar="NAME=VALUE",
-        help="more arguments of the mixer, such as self_augment=false")
     add("--sweep", type=at_least(0, float), nargs="*", metavar="LR",
         help=f"a run per learning rate; {SWEEP} if none is given")
     args = parse(parser, argv)
     device = choose_device(args)
     try:
         return train(args, device) if args.sweep is None else sweep(args, device)
+    except KeyboardInterrupt:  # while data are prepared: training catches it by itself
+        raise SystemExit(130)
     except (FloatingPointError, MemoryError, OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate" not in str(error):
             raise
