@@ -1302,7 +1302,7 @@ def test_path_x_images_are_made_too(monkeypatch):
 @mixers
 def test_padding_changes_no_logit(mixer, task):
     kind = train_lra.TASKS[task]
-    args = argparse.Namespace(**train_lra.PRESETS[task] | dict(d_model=16, mixer=mixer))
+    args = argparse.Namespace(**train_lra.PRESETS[task] | dict(d_model=16, mixer=mixer, option=[]))
     model, length = train_lra.Classifier(args, kind).eval(), np.array([5, 17, 40, 1])
     length = length.reshape(-1, kind.documents)
     tokens = np.random.default_rng(0).integers(15, size=(*length.shape, 200), dtype=np.uint8)
