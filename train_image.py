@@ -781,7 +781,8 @@ def predict(args, device):
     """Print the likeliest classes of each file, by the checkpoint in --out."""
     saved = read_checkpoint(args.out / "checkpoint.pt")
     now = dict(workers=0, dtype=args.dtype)
-    trained, classes = argparse.Namespace(**saved["args"] | now), saved["classes"]
+    trained = argparse.Namespace(**vars(args) | saved["args"] | now)
+    classes = saved["classes"]
     model = Classifier(trained, len(classes)).to(device).eval()
     model.load_state_dict(saved["model"])
     files, answers = Files(args.predict, [0] * len(args.predict), trained), {}
