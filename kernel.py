@@ -27,12 +27,14 @@ j < t, which all pass through step t. e counts those that pass the chunk's start
 leaves the sum and a write enters it. Where gates close these terms cancel almost entirely, so they
 are summed from the same rounded q̃, k̃ and P that made dq and dk, and start afresh in every chunk.
 
-No input overflows. R could: so a channel that a chunk fades below 2^-90 is steep, and counts R from
+No gate overflows. R could: so a channel that a chunk fades below 2^-90 is steep, and counts R from
 the chunk's end, R_j = e^{b_C − b_j} ≤ 1, and its k̃ meets no further e^{b_C}: in step 2 S' =
 e^{b_C} ⊙ S + k̃ᵀ v, and dS' in place of dS″. This serves all that passes the chunk's edges. The
 pairs inside a chunk with a steep channel are left out of A and P and added by two kernels of their
 own, column by column, from W_i = α_{j+1} ⋯ α_i, a product of numbers ≤ 1; where every chunk is mild
-their programs leave at once. log α is clamped at −40: e^-40 is nothing beside 1 in float32.
+their programs leave at once. log α is clamped at −40: e^-40 is nothing beside 1 in float32. What is
+left of float32's range, 2^37, is for q, v and do: they may be as large as 1e10, and as small as
+1e-10.
 
 Parallel over time as well as over heads: steps 1, 4 and 5 take every chunk by itself. One kernel
 walks through the chunks for steps 2 and 3, with the state in registers. Where batch and heads are
@@ -40,8 +42,9 @@ too few to fill a GPU, it cuts the sequence into segments: a first walk finds wh
 alone adds, a short scan turns that into the state at every segment's edge.
 
 Memory. q, a, v, o and their gradients once each; for training the state of every chunk, in 16 bits
-if the inputs are, Dk / C of the size of v. q̃, k̃ and, backward, F and dS″ live for one pass; there
-q̃, k̃, dS″ lie, where they fit, in the memory that dq, da and dv are going to fill.
+if the inputs are, Dk (rounded up to a tile) / C of the size of v. q̃, k̃ and, backward, F and dS″
+live for one pass; there q̃, k̃, dS″ lie, where they fit, in the memory that dq, da and dv are going
+to fill.
 
     python kernel.py        prints a benchmark (needs a CUDA GPU)
 """
@@ -637,7 +640,7 @@ cached_plan = functools.lru_cache(1024)(Plan)       # not for symbolic shapes, w
 
 def plan_of(q, k, v, g, tau, plan):
     return plan(q.shape, v.shape[-1], q.dtype, g.dtype, q.device, k is not None, tau,
-                torch.backends.cuda.matmul.allow_tf32)
+                torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def on_device(x):
@@ -684,7 +687,7 @@ def backward_pass(do: torch.Tensor, dfinal: torch.Tensor | None, q: torch.Tensor
                   tau: float, dinit_wanted: bool
                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, dg or da, and the initial state's gradient; empty where there is none."""
-    do, dfinal, q, k, v, g = map(aligned, (do, dfinal, q, k, v, g))
+    do, dfinal, q, k, v, g, saved = map(aligned, (do, dfinal, q, k, v, g, saved))
     plan = plan_of(q, k, v, g, tau, cached_plan)
     dq, dk, dv, dg, dinit = backward_outputs(plan, q, k, v, g, dinit_wanted)
     with on_device(q):
@@ -757,6 +760,8 @@ def setup_context(ctx, inputs, output):
 
 def backward(how, ctx, do, dfinal, _):
     q, k, v, g, saved = ctx.saved_tensors
+    if saved.numel() == 0:
+        raise RuntimeError("metala::forward was called with save=False: it has no gradients")
     if do is None:
         do = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
     dq, dk, dv, dg, dinit = how(do, dfinal, q, k, v, g, saved, ctx.tau, ctx.dinit_wanted)
@@ -790,6 +795,8 @@ def run(q, k, v, g, state, tau, in_place):
     if max(q.shape[-1], v.shape[-1]) > 256:
         raise ValueError("the Triton kernel takes Dk, Dv ≤ 256, "
                          f"not {q.shape[-1]} and {v.shape[-1]}")
+    if q.shape[2] * max(q.shape[-1], v.shape[-1]) > 2**23:
+        raise ValueError(f"the Triton kernel takes H·Dk, H·Dv ≤ 2^23, not H = {q.shape[2]}")
     inputs = q, k, v, g, state
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     traced = torch.compiler.is_compiling() or any(
@@ -798,8 +805,11 @@ def run(q, k, v, g, state, tau, in_place):
         shape = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
         reuse = in_place and state is not None and state.is_contiguous()
         out = state if reuse else empty(shape, q, torch.float32)
-        return (step_op if traced else step)(*inputs, out, tau), out
-    how = forward_op if traced else Eager.apply if grad else forward_pass
+        o = (step_op if traced else step)(*inputs, out, tau)
+        if reuse and not traced:
+            torch.autograd.graph.increment_version(out)     # or autograd would trust what it kept
+        return o, out
+    how = forward_op if traced else Eager.apply
     return how(*inputs, tau, grad)[:2]
 
 
@@ -813,8 +823,8 @@ def metala_attention(q, a, v, tau=16.0, state=None, in_place=False):
     ValueError (shapes, devices, tau) and TypeError (dtypes).
     """
     from metala import check_operands
-    if not tau > 0:
-        raise ValueError(f"tau must be positive, not {tau}")
+    if not 1e-6 <= tau <= 1e6:
+        raise ValueError(f"tau must be from 1e-6 to 1e6, not {tau}")
     check_operands(q, None, v, a, state)
     return run(q, None, v, a, state, float(tau), in_place)
 

@@ -119,7 +119,7 @@ def linear_attention(q, k, v, g, state=None, form="auto", chunk_size=64):
     """o_t = s · q_t S_t with S_t = diag(exp g_t) S_{t-1} + k_tᵀ v_t (paper Eq. 6; s = Dk^-½).
 
     q, k, g: (B, T, H, Dk), v: (B, T, H, Dv), T ≥ 1, no broadcasting. k = None: k = 1 − exp(g).
-    q, k, v share a floating dtype; g ≤ 0 has it too or float32; −∞ is allowed except for "triton".
+    q, k, v share a floating dtype; g ≤ 0 has it too or float32, and may be −∞.
     state: (B, H, Dk, Dv), float64 for float64 inputs, else float32; None = zeros. Never modified.
     form: "recurrent" | "parallel" | "chunkwise" | "triton", or "auto": triton where it serves (see
     `runs_on_kernel`), else recurrent at T = 1, else chunkwise.

@@ -373,10 +373,18 @@ def test_the_kernel_gives_the_numbers_of_an_eager_call_through(way, dtype):
     eager = run(on_kernel, x)
     compare(run(WAYS[way], x), eager, 1e-6)
 
-def test_the_kernel_is_a_good_custom_operator():
+def test_the_kernel_is_three_good_custom_operators():
     x = {name: t.contiguous().requires_grad_() for name, t in inputs(T=5).items()}
-    for state in (None, x["state"]):
-        torch.library.opcheck(kernel.forward_op, (x["q"], None, x["v"], x["a"], state, TAU, True))
+    q, a, v, S = x.values()
+    for state in (None, S):
+        torch.library.opcheck(kernel.forward_op, (q, None, v, a, state, TAU, True))
+    q, a, v, S = (t.detach() for t in (q, a, v, S))
+    _, _, saved = kernel.forward_op(q, a, v, -a.abs(), S, 0.0, True)
+    torch.library.opcheck(kernel.backward_op,
+                          (v, S, q, a, v, -a.abs(), saved, 0.0, True))
+    q, a, v = (t[:, :1].contiguous() for t in (q, a, v))
+    for state, out in ((None, S.clone()), (S, S), (S, S.clone())):
+        torch.library.opcheck(kernel.step_op, (q, None, v, a, state, out, TAU))
 
 @pytest.mark.parametrize("fn", [on_kernel, operator])
 def test_a_second_derivative_is_an_error(fn):
@@ -384,6 +392,46 @@ def test_a_second_derivative_is_an_error(fn):
     dq, = torch.autograd.grad(fn(**x)[0].sum(), x["q"], create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         torch.autograd.grad(dq.sum() + x["v"].sum(), x["v"])
+
+def test_what_autograd_cannot_know_is_an_error_rather_than_a_wrong_gradient():
+    x = inputs(T=5)
+    with torch.autograd.forward_ad.dual_level():
+        q = torch.autograd.forward_ad.make_dual(x["q"], x["q"])
+        with pytest.raises(RuntimeError, match="forward mode AD"):
+            on_kernel(**x | {"q": q})
+    q, a, v, S = (t.contiguous().requires_grad_() for t in x.values())
+    with pytest.raises(RuntimeError, match="save=False"):
+        kernel.forward_op(q, None, v, a, S, TAU, False)[0].sum().backward()
+    w, S = S.clone().detach().requires_grad_(), S.detach()
+    y = (w * S).sum()
+    with torch.no_grad():
+        kernel.metala_attention(q[:, :1], a[:, :1], v[:, :1], TAU, S, in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+@pytest.mark.parametrize("scale", [1e-10, 1e10])
+@dtypes
+def test_the_kernel_keeps_its_precision_for_values_of_the_size_of(scale, dtype):
+    x = inputs("N(-8, 4)", torch.float32 if dtype == torch.float16 else dtype)
+    x = {name: t if name == "a" else scale * t for name, t in x.items()}
+    check(on_kernel, x, from_logits(definition), KERNEL[x["q"].dtype])
+
+@pytest.mark.parametrize("how, precision", [("set_float32_matmul_precision", "high"),
+                                            ("fp32_precision", "tf32")])
+def test_the_kernel_obeys_both_of_torchs_switches_for_tf32(how, precision, monkeypatch):
+    plans, matmul = [], torch.backends.cuda.matmul
+    monkeypatch.setattr(
+        kernel, "cached_plan", lambda *a: plans.append(kernel.Plan(*a)) or plans[-1])
+    try:
+        if how == "fp32_precision":
+            matmul.fp32_precision = precision
+        else:
+            torch.set_float32_matmul_precision(precision)
+        with torch.no_grad():
+            on_kernel(**inputs())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert plans[0].tiles["PRECISION"] == "tf32"
 
 @gpu
 def test_tf32_is_used_exactly_when_torch_allows_it(monkeypatch):
@@ -831,6 +879,8 @@ BAD = {  # call: what the message must mention
     "MetaLA(24, 4, bidirectional=True)": "conv_size.*4",
     "MetaLA(24, 4, tau=0.0)": "tau.*0",
     "MIXERS['gla'](24, 4, tau=-1.0)": "tau.*-1",
+    "kernel.metala_attention(*3 * [zeros(1, 2, 3, 4)], tau=1e-7)": "tau.*1e-07",
+    "kernel.linear_attention(*4 * [zeros(1, 1, 2**21 + 1, 4)])": "2097153",
     "Block(24, 4, mixer='mamba')": "mamba",
     "operator_on('quadratic')": "quadratic",
     "operator_on('triton', **draw(2, 5, 3, 4, 6))": "float64",
