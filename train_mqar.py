@@ -584,6 +584,7 @@ def train(args, device):
 
         more = {f"accuracy_{length}": evaluate(model, examples, args)[1]
                 for length, examples in zip(args.test_lengths, longer)}
+        model.eval()
         print(f"{step} steps{verdict}")
         report(args, run, model, accuracy, right, test, more)
         if args.show_map:
