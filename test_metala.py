@@ -1143,6 +1143,13 @@ def test_a_missing_truncated_or_foreign_checkpoint_is_one_clear_line(script, tmp
 def examples(n, T, N, vocab=64, filler="zero", task="mqar"):
     return train_mqar.TASKS[task](np.random.default_rng(0), n, T, N, vocab, filler)
 
+def test_recall_is_tested_on_examples_of_its_own_at_the_lengths_asked(tmp_path, monkeypatch):
+    make, made = train_mqar.make_examples, set()
+    monkeypatch.setattr(train_mqar, "make_examples", lambda args, device, stream, index, n, T: (
+        made.add((stream, T)) or make(args, device, stream, index, n, T)))
+    start("train_mqar", tmp_path, "--test-lengths 20 24")
+    assert made == {(train_mqar.TRAIN, 16), *((train_mqar.TEST, T) for T in (16, 20, 24))}
+
 @pytest.mark.parametrize("filler", ["zero", "random"])
 @pytest.mark.parametrize("T, N, vocab", [(32, 8, 18), (64, 5, 64), (20, 1, 8)])
 def test_mqar_is_pairs_then_each_key_once_more_with_its_value_as_the_answer(T, N, vocab, filler):
@@ -1421,6 +1428,18 @@ def test_padding_changes_no_logit(mixer, task):
     for row, width in enumerate(length.max(1)):
         torch.testing.assert_close(logits(row, T=width)[0], together[row])
 
+def test_lra_tests_once_and_the_model_that_validation_selects(tmp_path, monkeypatch):
+    accuracy, seen = iter([0.1, 0.2, 0.9, 0.3, 0.4]), []
+    def evaluate(model, data, split, args):
+        seen.append((split, [p.detach().clone() for p in model.parameters()]))
+        return 1.0, next(accuracy) if split == train_lra.VAL else 0.5
+    monkeypatch.setattr(train_lra, "evaluate", evaluate)
+    result = start("train_lra", tmp_path)
+    assert [split for split, _ in seen] == 5 * [train_lra.VAL] + [train_lra.TEST]
+    assert all(map(torch.equal, seen[2][1], seen[5][1]))
+    assert not all(map(torch.equal, seen[4][1], seen[5][1]))
+    assert (result["val_accuracy"], result["test_accuracy"]) == (0.9, 0.5)
+
 @pytest.mark.parametrize("task", ["text", "image", "retrieval"])
 def test_the_sequence_classifier_reads_each_document_and_averages_its_features(task):
     kind = train_lra.TASKS[task]
@@ -1519,6 +1538,16 @@ def test_lm_learns_to_name_the_next_token_from_the_training_part_alone(tmp_path,
     seen = {mode: np.concatenate([x for grad, x in drawn if grad == mode]) for mode in (0, 1)}
     assert 0 <= seen[1].min() < 20 and 400 < seen[1].max() + 16 <= 450 <= seen[0].min()
     assert len({tuple(x) for grad, x in drawn if grad}) == 40
+
+def test_lm_keeps_the_best_model_and_counts_bits(tmp_path, monkeypatch):
+    losses, drop = iter([3.0, 1.0, 2.0, 4.0, 5.0]), set()
+    monkeypatch.setattr(train_lm, "evaluate", lambda *args: torch.tensor(next(losses)))
+    init = Block.__init__
+    monkeypatch.setattr(Block, "__init__",
+                        lambda *a, **k: init(*a, **k) or drop.add(a[0].dropout.p))
+    result = start("train_lm", tmp_path, "--dropout 0.3")
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["step"] == 2 and drop == {0.3}
+    assert (result["best"], result["bits_per_byte"]) == (1.0, 5.0 / np.log(2))
 
 @pytest.mark.parametrize("script", ["train_lm", "train_image"])
 def test_two_processes_continue_a_run_of_one_and_the_reverse(script, tmp_path, monkeypatch):
@@ -1686,6 +1715,27 @@ def test_augmentation_keeps_shape_and_dtype_and_is_made_of_the_images_own_pixels
         moved = [w[:, y:y + 16, x:x + 16] for w in (wide, wide[..., ::-1])
                  for y in range(5) for x in range(5)]
         assert max((cut == m).mean() for m in moved) > 0.8 - 0.41 ** 2 and (cut == 128).any()
+
+def test_shift_moves_by_every_distance_and_mirrors_half():
+    args = argparse.Namespace(augment="shift", flip=True, cutout=0.0, size=16)
+    image = torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8)
+    out = train_image.augment(args, image.expand(900, -1, -1, -1), torch.rand(900, 7)).numpy()
+    wide = np.pad(image.numpy(), ((0, 0), (2, 2), (2, 2)), "symmetric")
+    moved = [wide[:, y:y + 16, x:x + 16][..., ::way] for way in (1, -1)
+             for y in range(5) for x in range(5)]
+    found = [next(i for i, m in enumerate(moved) if (m == o).all()) for o in out]
+    assert set(found) == set(range(50)) and abs(np.mean(np.array(found) < 25) - 0.5) < 0.1
+
+def test_crop_takes_8_to_100_percent_of_the_area_from_inside_the_image():
+    args = argparse.Namespace(augment="crop", flip=False, cutout=0.0, size=64)
+    ramp = (4 * torch.arange(64, dtype=torch.uint8)).expand(64, 64)
+    images = torch.stack([ramp, ramp.T, ramp]).expand(500, -1, -1, -1)
+    out = train_image.augment(args, images, torch.rand(500, 7)).float()
+    x, y = out[:, 0], out[:, 1].mT                         # what grows along the last axis
+    assert (x.diff() >= 0).all() and (y.diff() >= 0).all()  # no mirror image from outside
+    w, h = ((z[:, 0, -1] - z[:, 0, 0]) / 252 for z in (x, y))
+    assert (w * h).min() < 0.12 and (w * h).max() > 0.9 and (w / h).max() < 1.4 > (h / w).max()
+    assert (w / h).max() > 1.25 and (h / w).max() > 1.25
 
 @pytest.mark.parametrize("suffix", [".npy", ".png"])
 def test_a_folder_is_learned_classified_and_what_cannot_be_read_is_named(suffix, tmp_path, capsys):
