@@ -462,10 +462,11 @@ def load_checkpoint(args, model, optimizer, scaler):
     """Put back what `save_checkpoint` saved, and return it; cut the log back to that step."""
     path, log = args.out / "checkpoint.pt", args.out / "log.jsonl"
     saved = read_checkpoint(path)
-    for name, value in vars(args).items():
-        if name not in MAY_CHANGE and value != saved["args"].get(name):
-            flag = "--" + name.replace("_", "-")
-            fail(f"--resume: {flag} was {saved['args'].get(name)} in {path}, and is {value} now")
+    changed = [f"--{name.replace('_', '-')} was {saved['args'].get(name)}, and is {value} now"
+               for name, value in vars(args).items()
+               if name not in MAY_CHANGE and value != saved["args"].get(name)]
+    if changed:
+        fail(f"--resume: in {path} {'; '.join(changed)}")
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     scaler.load_state_dict(saved["scaler"])
@@ -747,7 +748,9 @@ def train(args, device):
             bar.update()
     if stop:
         leave()
-        say(f"stopped after {step} steps, best accuracy {run['best']:.1%}; --resume continues")
+        now = "" if terminated else f"{metrics['accuracy']:.1%} now, "
+        say(f"stopped after {step} steps, accuracy {now}{run['best']:.1%} at best; "
+            "--resume continues")
         raise SystemExit(128 + (signal.SIGINT if interrupted else signal.SIGTERM))
     return report(args, run | metrics, table, model, data, test, classes)
 

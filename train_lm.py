@@ -328,10 +328,11 @@ def load_checkpoint(args, model, optimizer, scaler):
     """Put back what `save_checkpoint` saved, and return it; cut the log back to that step."""
     path, log = args.out / "checkpoint.pt", args.out / "log.jsonl"
     saved = read_checkpoint(path)
-    for name, value in vars(args).items():
-        if name not in MAY_CHANGE and value != saved["args"].get(name):
-            flag = "--" + name.replace("_", "-")
-            fail(f"--resume: {flag} was {saved['args'].get(name)} in {path}, and is {value} now")
+    changed = [f"--{name.replace('_', '-')} was {saved['args'].get(name)}, and is {value} now"
+               for name, value in vars(args).items()
+               if name not in MAY_CHANGE and value != saved["args"].get(name)]
+    if changed:
+        fail(f"--resume: in {path} {'; '.join(changed)}")
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     scaler.load_state_dict(saved["scaler"])
@@ -574,7 +575,8 @@ def train(args, device):
 
     leave()
     if interrupted or terminated:
-        say(f"stopped after {step} steps, best loss {run['best']:.4f}; --resume continues")
+        now = "" if terminated else f"{loss:.4f} now, "
+        say(f"stopped after {step} steps, loss {now}{run['best']:.4f} at best; --resume continues")
         raise SystemExit(128 + (signal.SIGINT if interrupted else signal.SIGTERM))
     say(f"{step} steps in {run['seconds']:.0f} s; validation loss {in_words(loss, args)}, "
         f"at best {in_words(run['best'], args)}")
@@ -785,9 +787,10 @@ def main(argv=None):
         help="activation checkpointing: less memory, a third more work")
     add("--model", help="for the two below: a checkpoint, or a folder of the authors' release "
         "(default: best.pt in --out)")
-    add("--sample", metavar="PROMPT", help="stream text that continues PROMPT (of .bin data: ids)")
-    add("--eval-length", type=lengths, metavar="T,T,…", help="loss by position, on the data that "
-        "it was trained with; 1k,4k,16k,64k")
+    add("--sample", metavar="PROMPT", help="train nothing: stream text that continues PROMPT "
+        "(of .bin data: ids)")
+    add("--eval-length", type=lengths, metavar="T,T,…", help="train nothing: loss by position, on "
+        "the data that it was trained with; 1k,4k,16k,64k")
     add("--tokens", type=at_least(1), default=500, help="of --sample")
     add("--temperature", type=at_least(0, float), default=0.8, help="of --sample; 0: the likeliest")
     add("--bench", type=lengths, nargs="?", const=[], metavar="T,T,…", help="a table of speed and "

@@ -518,10 +518,11 @@ def load_checkpoint(args, model, optimizer, scaler):
         fail(f"--resume: {path} is damaged, or not a checkpoint")
     if made_by != SCRIPT:
         fail(f"--resume: {path} was made by {made_by}")
-    for name, value in vars(args).items():
-        if name not in MAY_CHANGE and value != saved["args"].get(name):
-            flag = "--" + name.replace("_", "-")
-            fail(f"--resume: {flag} was {saved['args'].get(name)} in {path}, and is {value} now")
+    changed = [f"--{name.replace('_', '-')} was {saved['args'].get(name)}, and is {value} now"
+               for name, value in vars(args).items()
+               if name not in MAY_CHANGE and value != saved["args"].get(name)]
+    if changed:
+        fail(f"--resume: in {path} {'; '.join(changed)}")
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     scaler.load_state_dict(saved["scaler"])
@@ -803,7 +804,9 @@ def train(args, device):
             train_step(*batch(step))
             bar.update()
     if caught:
-        print(f"stopped after {step} steps, best accuracy {run['best']:.1%}; --resume continues")
+        now = "" if signal.SIGTERM in caught else f"{accuracy:.1%} now, "
+        print(f"stopped after {step} steps, accuracy {now}{run['best']:.1%} at best; "
+              "--resume continues")
         raise SystemExit(128 + caught[0])
 
     parameters = sum(p.numel() for p in model.parameters())
