@@ -27,14 +27,14 @@ j < t, which all pass through step t. e counts those that pass the chunk's start
 leaves the sum and a write enters it. Where gates close these terms cancel almost entirely, so they
 are summed from the same rounded q̃, k̃ and P that made dq and dk, and start afresh in every chunk.
 
-No gate overflows. R could: so a channel that a chunk fades below 2^-90 is steep, and counts R from
-the chunk's end, R_j = e^{b_C − b_j} ≤ 1, and its k̃ meets no further e^{b_C}: in step 2 S' =
-e^{b_C} ⊙ S + k̃ᵀ v, and dS' in place of dS″. This serves all that passes the chunk's edges. The
-pairs inside a chunk with a steep channel are left out of A and P and added by two kernels of their
-own, column by column, from W_i = α_{j+1} ⋯ α_i, a product of numbers ≤ 1; where every chunk is mild
-their programs leave at once. log α is clamped at −40: e^-40 is nothing beside 1 in float32. What is
-left of float32's range, 2^37, is for q, v and do: they may be as large as 1e10, and as small as
-1e-10.
+No gate makes a number overflow. R could: so a channel that a chunk fades below 2^-90 is steep, and
+counts R from the chunk's end, R_j = e^{b_C − b_j} ≤ 1, and its k̃ meets no further e^{b_C}: in step
+2 S' = e^{b_C} ⊙ S + k̃ᵀ v, and dS' in place of dS″. This serves all that passes the chunk's edges.
+The pairs inside a chunk with a steep channel are left out of A and P and added by two kernels of
+their own, column by column, from W_i = α_{j+1} ⋯ α_i, a product of numbers ≤ 1; where every chunk
+is mild their programs leave at once. log α is clamped at −40: e^-40 is nothing beside 1 in float32.
+What is left of float32's range, 2^37, is for q, v and do: they may be as large as 1e10, and as
+small as 1e-10.
 
 Parallel over time as well as over heads: steps 1, 4 and 5 take every chunk by itself. One kernel
 walks through the chunks for steps 2 and 3, with the state in registers. Where batch and heads are
