@@ -67,13 +67,13 @@ STEEP = tl.constexpr(-90.0)             # log₂ decay over a chunk below which 
 #
 # Memory of q, k, g, q̃, k̃, F: (B, T, H, Dk), of v, o: (B, T, H, Dv), of the chunks' states: as v,
 # with BK rows a chunk; all contiguous. g is a where LOGITS, else log α; k is read where KEY, else
-# it is 1 − α. The offset of (b, h) is taken once, in 64 bits; from there one time step is H·D
-# elements further on.
+# it is 1 − α. The offset of (b, h) is taken once, in 64 bits; from there one time step is hop·D
+# elements further on: H·D, or −H·D where time is reversed.
 
 @triton.jit
-def at_head(i_b, i_h, T, H, D):
-    """Offset of (b, h) in (B, T, H, D)."""
-    return (i_b * T * H + i_h) * D
+def at_head(i_b, i_h, T, H, D, REVERSE: tl.constexpr):
+    """Offset of (b, h) in (B, T, H, D): of its first step, or the last where time is reversed."""
+    return ((i_b * T + (T - 1 if REVERSE else 0)) * H + i_h) * D
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def log2_alpha(x, inv_tau, LOGITS: tl.constexpr):
         p = 0.25600967 + e * (-0.155351803 + e * p)
         p = 1.44269476 + e * (-0.721310088 + e * (0.480063694 + e * (-0.35339481 + e * p)))
         x = (tl.minimum(x, 0.0) - e * p) * inv_tau
-    return tl.maximum(x, LOG2_MIN)
+    return tl.maximum(x, LOG2_MIN, tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -154,11 +154,11 @@ def decays_and_keys(g_ptr, k_ptr, t0, T, row, c0, D, inv_tau, LOGITS: tl.constex
 
 
 @triton.jit
-def gate_row(g_ptr, k_ptr, t, T, H, Dk, inv_tau, LOGITS: tl.constexpr, KEY: tl.constexpr,
+def gate_row(g_ptr, k_ptr, t, T, row, Dk, inv_tau, LOGITS: tl.constexpr, KEY: tl.constexpr,
              BK: tl.constexpr):
     """decays_and_keys of one step t: log₂ α and k, (BK,) each in float32."""
     c = tl.arange(0, BK)
-    at, mask = t.to(tl.int64) * H * Dk + c, c < tl.where(t < T, Dk, 0)
+    at, mask = t.to(tl.int64) * row + c, c < tl.where(t < T, Dk, 0)
     g = log2_alpha(tl.load(g_ptr + at, mask=mask, other=1e4 if LOGITS else 0.0), inv_tau, LOGITS)
     return g, tl.load(k_ptr + at, mask=mask, other=0.0).to(tl.float32) if KEY else key_of(g)
 
@@ -167,33 +167,34 @@ def gate_row(g_ptr, k_ptr, t, T, H, Dk, inv_tau, LOGITS: tl.constexpr, KEY: tl.c
 
 @triton.jit
 def decays_kernel(q_ptr, k_ptr, g_ptr, qF_ptr, kR_ptr, F_ptr, total_ptr, T, W, inv_tau, scale,
-                  WRITE_F: tl.constexpr, LOGITS: tl.constexpr, KEY: tl.constexpr,
-                  ROWS: tl.constexpr, C: tl.constexpr, BW: tl.constexpr):
+                  REVERSE: tl.constexpr, WRITE_F: tl.constexpr, LOGITS: tl.constexpr,
+                  KEY: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, BW: tl.constexpr):
     """Step 1: q̃ = s q ⊙ F, k̃ = k ⊙ R, for the backward pass s F too, and total = b_C in log₂.
 
     The channels of all heads lie side by side, W = H·Dk in all. One program: one chunk, BW
-    channels, ROWS steps at a time, in one warp, so that a thread has 16 bytes of every row and
-    prefix sums need no other thread.
+    channels, ROWS steps at a time, in one warp, so that a thread has 16 bytes of a row and prefix
+    sums stay within the warp.
     """
     n_chunk, n_w = tl.cdiv(T, C), tl.cdiv(W, BW)
     i_w, i_c = tl.program_id(0) % n_w, tl.program_id(0) // n_w % n_chunk
     i_b = (tl.program_id(0) // (n_w * n_chunk)).to(tl.int64)
-    q_ptr, k_ptr, g_ptr = q_ptr + i_b * T * W, k_ptr + i_b * T * W, g_ptr + i_b * T * W
-    qF_ptr, kR_ptr, F_ptr = qF_ptr + i_b * T * W, kR_ptr + i_b * T * W, F_ptr + i_b * T * W
+    at, row = at_head(i_b, 0, T, 1, W, REVERSE), -W if REVERSE else W
+    q_ptr, k_ptr, g_ptr, qF_ptr, kR_ptr, F_ptr = (
+        q_ptr + at, k_ptr + at, g_ptr + at, qF_ptr + at, kR_ptr + at, F_ptr + at)
     t0, c0, c = i_c * C, i_w * BW, i_w * BW + tl.arange(0, BW)
 
     total = tl.zeros([BW], tl.float32)
     for n in tl.range(0, C, ROWS, num_stages=3):            # loads run two rounds ahead
         t = t0 + n
-        g, k = decays_and_keys(g_ptr, k_ptr, t, T, W, c0, W, inv_tau, LOGITS, KEY, ROWS, BW)
-        q = load(q_ptr, t, T, W, c0, W, ROWS, BW).to(tl.float32)               # (ROWS, BW)
+        g, k = decays_and_keys(g_ptr, k_ptr, t, T, row, c0, W, inv_tau, LOGITS, KEY, ROWS, BW)
+        q = load(q_ptr, t, T, row, c0, W, ROWS, BW).to(tl.float32)               # (ROWS, BW)
         b = total[None, :] + tl.cumsum(g, 0)
         total += tl.sum(g, 0)
         F = scale * tl.exp2(b)
-        store(qF_ptr, q * F, t, T, W, c0, W, ROWS, BW)
-        store(kR_ptr, k * tl.exp2(-tl.maximum(b, STEEP)), t, T, W, c0, W, ROWS, BW)
+        store(qF_ptr, q * F, t, T, row, c0, W, ROWS, BW)
+        store(kR_ptr, k * tl.exp2(-tl.maximum(b, STEEP)), t, T, row, c0, W, ROWS, BW)
         if WRITE_F:
-            store(F_ptr, F, t, T, W, c0, W, ROWS, BW)
+            store(F_ptr, F, t, T, row, c0, W, ROWS, BW)
     tl.store(total_ptr + (i_b * n_chunk + i_c) * W + c, total, mask=c < W)
 
     steep = total < STEEP               # R would overflow: it counts from the chunk's end instead
@@ -201,14 +202,14 @@ def decays_kernel(q_ptr, k_ptr, g_ptr, qF_ptr, kR_ptr, F_ptr, total_ptr, T, W, i
         later = tl.zeros([BW], tl.float32)
         for n in range(ROWS, C + ROWS, ROWS):
             t = t0 + C - n
-            g, k = decays_and_keys(g_ptr, k_ptr, t, T, W, c0, W, inv_tau, LOGITS, KEY, ROWS, BW)
+            g, k = decays_and_keys(g_ptr, k_ptr, t, T, row, c0, W, inv_tau, LOGITS, KEY, ROWS, BW)
             to_end = later[None, :] + tl.cumsum(g, 0, reverse=True) - g
             later += tl.sum(g, 0)
             b = total[None, :] - to_end
             R = tl.exp2(tl.where(steep[None, :], to_end, -b))
-            store(kR_ptr, k * R, t, T, W, c0, W, ROWS, BW)
+            store(kR_ptr, k * R, t, T, row, c0, W, ROWS, BW)
             if WRITE_F:                 # −R marks the steps where F is as good as 0
-                store(F_ptr, tl.where(b < STEEP, -R, scale * tl.exp2(b)), t, T, W, c0, W,
+                store(F_ptr, tl.where(b < STEEP, -R, scale * tl.exp2(b)), t, T, row, c0, W,
                       ROWS, BW)
 
 
@@ -218,7 +219,8 @@ def chunk_decay(total_ptr, i, c0, Dk, BK: tl.constexpr, SK: tl.constexpr):
     or 1, that turns k̃ into what the chunk's end sees of k; and whether the chunk is mild: none of
     its channels is steep."""
     c, part = tl.arange(0, BK), c0 + tl.arange(0, SK)
-    mild = tl.min(tl.load(total_ptr + i * Dk + c, mask=c < Dk, other=0.0), 0) >= STEEP
+    steep = tl.load(total_ptr + i * Dk + c, mask=c < Dk, other=0.0) < STEEP     # not if NaN
+    mild = tl.max(steep.to(tl.int32), 0) == 0
     total = tl.load(total_ptr + i * Dk + part, mask=part < Dk, other=0.0)
     decay = tl.exp2(total)
     return decay, tl.where(total < STEEP, 1.0, decay), mild
@@ -240,9 +242,9 @@ def causal_t(x, mild, C: tl.constexpr):
 
 @triton.jit
 def walk_kernel(r_ptr, w_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, all_ptr, last_ptr,
-                o_ptr, T, H, Dk, Dv, n_seg, per_seg, FORWARD: tl.constexpr, SEGMENT: tl.constexpr,
-                STORE: tl.constexpr, OUT: tl.constexpr, INIT: tl.constexpr, LAST: tl.constexpr,
-                OP: tl.constexpr, PRECISION: tl.constexpr,
+                o_ptr, T, H, Dk, Dv, n_seg, per_seg, REVERSE: tl.constexpr, FORWARD: tl.constexpr,
+                SEGMENT: tl.constexpr, STORE: tl.constexpr, OUT: tl.constexpr, INIT: tl.constexpr,
+                LAST: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
                 C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     """Steps 2 and 3: the state from chunk to chunk, or its gradient, inside one segment, and what
     is read from it.
@@ -261,8 +263,8 @@ def walk_kernel(r_ptr, w_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, al
     if SEGMENT and not FORWARD:
         i_seg += 1                      # the first segment has nobody to pass its gradient to
     i_b, i_h, n_chunk = i_bh // H, i_bh % H, tl.cdiv(T, C)
-    at_k, at_v = at_head(i_b, i_h, T, H, Dk), at_head(i_b, i_h, T, H, Dv)
-    at_S = at_head(i_b, i_h, n_chunk * BK, H, Dv)
+    at_k, at_v = at_head(i_b, i_h, T, H, Dk, REVERSE), at_head(i_b, i_h, T, H, Dv, REVERSE)
+    at_S, hop = at_head(i_b, i_h, n_chunk * BK, H, Dv, REVERSE), -H if REVERSE else H
     first = i_seg * per_seg
     count = tl.minimum(per_seg, n_chunk - first)
     tile, mask = state_tile(Dk, Dv, i_v * BV, BK, BV)
@@ -279,19 +281,19 @@ def walk_kernel(r_ptr, w_ptr, y_ptr, total_ptr, seg_ptr, decay_ptr, init_ptr, al
         chunk = first + (j if FORWARD else count - 1 - j)
         t0 = chunk * C
         decay, end, mild = chunk_decay(total_ptr, (i_b * n_chunk + chunk) * H + i_h, 0, Dk, BK, BK)
-        w = load(w_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK)                    # (C, BK)
-        y = load(y_ptr + at_v, t0, T, H * Dv, i_v * BV, Dv, C, BV).to(OP)      # (C, BV)
+        w = load(w_ptr + at_k, t0, T, hop * Dk, 0, Dk, C, BK)                    # (C, BK)
+        y = load(y_ptr + at_v, t0, T, hop * Dv, i_v * BV, Dv, C, BV).to(OP)      # (C, BV)
         if not FORWARD:
             S *= end[:, None]                                                  # dS″
         if STORE:
-            store(all_ptr + at_S, S, chunk * BK, n_chunk * BK, H * Dv, i_v * BV, Dv, BK, BV)
+            store(all_ptr + at_S, S, chunk * BK, n_chunk * BK, hop * Dv, i_v * BV, Dv, BK, BV)
         if OUT:
-            r = load(r_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK)                # (C, BK)
+            r = load(r_ptr + at_k, t0, T, hop * Dk, 0, Dk, C, BK)                # (C, BK)
             A = tl.dot(r, tl.trans(w), input_precision=PRECISION)              # (C, C)
             A = causal(A, mild, C) if FORWARD else causal_t(A, mild, C)
             o = tl.dot(r, S.to(OP), input_precision=PRECISION)
             o = tl.dot(A.to(OP), y, o, input_precision=PRECISION)              # (C, BV)
-            store(o_ptr + at_v, o, t0, T, H * Dv, i_v * BV, Dv, C, BV)
+            store(o_ptr + at_v, o, t0, T, hop * Dv, i_v * BV, Dv, C, BV)
         # e^{b_C} / end is 1 but in steep channels, and spares a product of its own
         S = tl.dot(tl.trans(w), y, S * (decay / end)[:, None], input_precision=PRECISION)
         if FORWARD:
@@ -338,9 +340,9 @@ def then(D1, U1, D2, U2):
 @triton.jit
 def gradient_kernel(q_ptr, k_ptr, F_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr, dS_ptr,
                     dq_ptr, dk_ptr, dv_ptr, dg_ptr, T, H, Dk, Dv, inv_tau, scale,
-                    LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr,
-                    PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                    SK: tl.constexpr, N_V: tl.constexpr, DV: tl.constexpr):
+                    REVERSE: tl.constexpr, LOGITS: tl.constexpr, KEY: tl.constexpr,
+                    OP: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+                    BV: tl.constexpr, SK: tl.constexpr, N_V: tl.constexpr, DV: tl.constexpr):
     """Steps 4 and 5: dq, dk, dg or da, with DV also dv. One program: one chunk of one head, SK
     channels.
 
@@ -351,15 +353,15 @@ def gradient_kernel(q_ptr, k_ptr, F_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr,
     i_k, rest = tl.program_id(0) % n_k, (tl.program_id(0) // n_k).to(tl.int64)
     i_c, i_bh = rest % n_chunk, rest // n_chunk
     i_b, i_h = i_bh // H, i_bh % H
-    at_k, at_v = at_head(i_b, i_h, T, H, Dk), at_head(i_b, i_h, T, H, Dv)
-    at_S = at_head(i_b, i_h, n_chunk * BK, H, Dv)
+    at_k, at_v = at_head(i_b, i_h, T, H, Dk, REVERSE), at_head(i_b, i_h, T, H, Dv, REVERSE)
+    at_S, hop = at_head(i_b, i_h, n_chunk * BK, H, Dv, REVERSE), -H if REVERSE else H
     c0 = i_k * SK
     t0, s0, i = (i_c * C).to(tl.int32), (i_c * BK + c0).to(tl.int32), tl.arange(0, C)
     c = tl.arange(0, SK)
     decay, end, mild = chunk_decay(total_ptr, (i_b * n_chunk + i_c) * H + i_h, c0, Dk, BK, SK)
 
-    q = load(q_ptr + at_k, t0, T, H * Dk, c0, Dk, C, SK)                       # q̃ (C, SK)
-    k = load(k_ptr + at_k, t0, T, H * Dk, c0, Dk, C, SK)                       # k̃ (C, SK)
+    q = load(q_ptr + at_k, t0, T, hop * Dk, c0, Dk, C, SK)                       # q̃ (C, SK)
+    k = load(k_ptr + at_k, t0, T, hop * Dk, c0, Dk, C, SK)                       # k̃ (C, SK)
     P = tl.zeros([C, C], tl.float32)
     dq = tl.zeros([C, SK], tl.float32)
     dk = tl.zeros([C, SK], tl.float32)
@@ -368,24 +370,24 @@ def gradient_kernel(q_ptr, k_ptr, F_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr,
     for j in tl.static_range(N_V):
         # All loads first: nothing moves a load up across a store or a barrier, so that each would
         # cost its full latency.
-        do = load(do_ptr + at_v, t0, T, H * Dv, j * BV, Dv, C, BV).to(OP)
-        dS = load(dS_ptr + at_S, s0, n_chunk * BK, H * Dv, j * BV, Dv, SK, BV)
-        v = load(v_ptr + at_v, t0, T, H * Dv, j * BV, Dv, C, BV).to(OP)
-        S = load(S_ptr + at_S, s0, n_chunk * BK, H * Dv, j * BV, Dv, SK, BV)
+        do = load(do_ptr + at_v, t0, T, hop * Dv, j * BV, Dv, C, BV).to(OP)
+        dS = load(dS_ptr + at_S, s0, n_chunk * BK, hop * Dv, j * BV, Dv, SK, BV)
+        v = load(v_ptr + at_v, t0, T, hop * Dv, j * BV, Dv, C, BV).to(OP)
+        S = load(S_ptr + at_S, s0, n_chunk * BK, hop * Dv, j * BV, Dv, SK, BV)
         if DV:
             At = causal_t(tl.dot(k, tl.trans(q), input_precision=PRECISION), mild, C)
             dv = tl.dot(k, dS, input_precision=PRECISION)
             dv = tl.dot(At.to(OP), do, dv, input_precision=PRECISION)          # (C, BV)
             tl.debug_barrier()                      # all have read dS″ before dv takes its place
-            store(dv_ptr + at_v, dv, t0, T, H * Dv, j * BV, Dv, C, BV)
+            store(dv_ptr + at_v, dv, t0, T, hop * Dv, j * BV, Dv, C, BV)
         # the diagonal of a product of matrices: cheaper than to unpack both and multiply
         SdS = tl.dot(S, tl.trans(dS), input_precision=PRECISION)               # (SK, SK)
         through += tl.sum(tl.where(c[:, None] == c[None, :], SdS, 0.0), 1)
         P = tl.dot(do, tl.trans(v), P, input_precision=PRECISION)              # (C, C)
         dq = tl.dot(do, tl.trans(S), dq, input_precision=PRECISION)            # (C, SK), lacks s F
         dk = tl.dot(v, tl.trans(dS), dk, input_precision=PRECISION)            # (C, SK), lacks R
-    F = load(F_ptr + at_k, t0, T, H * Dk, c0, Dk, C, SK, 1.0)                  # s F, or −R
-    x = load(g_ptr + at_k, t0, T, H * Dk, c0, Dk, C, SK)
+    F = load(F_ptr + at_k, t0, T, hop * Dk, c0, Dk, C, SK, 1.0)                  # s F, or −R
+    x = load(g_ptr + at_k, t0, T, hop * Dk, c0, Dk, C, SK)
     P = causal(P, mild, C).to(OP)
 
     e = through * (decay / end) + tl.sum(q.to(tl.float32) * dq, 0)             # rowsum(S ⊙ dS)
@@ -395,25 +397,25 @@ def gradient_kernel(q_ptr, k_ptr, F_ptr, v_ptr, g_ptr, do_ptr, total_ptr, S_ptr,
     dg = e[None, :] - sums((i[:, None] > i[None, :]).to(OP),
                            q.to(tl.float32) * dq - y, OP)                      # step 5 (C, SK)
     F, x = F.to(tl.float32), x.to(tl.float32)
-    dq *= tl.maximum(F, 0.0)
+    dq *= tl.maximum(F, 0.0, tl.PropagateNan.ALL)
     root = tl.rsqrt(tl.abs(F))          # its square is 1 / s F, at a third of a division's cost
     dk *= tl.where(F > 0, (decay / end * scale)[None, :] * root * root, -F)
     if not KEY:
         dg += y - dk                                                           # − dk ⊙ α
     if LOGITS:
         dg *= slope(x) * inv_tau
-    dg = tl.where(x > LOG2_MIN / LOG2_E / inv_tau, dg, 0.0)                    # 0 where clamped
-    store(dq_ptr + at_k, dq, t0, T, H * Dk, c0, Dk, C, SK)
-    store(dg_ptr + at_k, dg, t0, T, H * Dk, c0, Dk, C, SK)
+    dg = tl.where(x <= LOG2_MIN / LOG2_E / inv_tau, 0.0, dg)                   # 0 where clamped
+    store(dq_ptr + at_k, dq, t0, T, hop * Dk, c0, Dk, C, SK)
+    store(dg_ptr + at_k, dg, t0, T, hop * Dk, c0, Dk, C, SK)
     if KEY:
-        store(dk_ptr + at_k, dk, t0, T, H * Dk, c0, Dk, C, SK)
+        store(dk_ptr + at_k, dk, t0, T, hop * Dk, c0, Dk, C, SK)
 
 
 @triton.jit
 def exact_output_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, o_ptr, T, H, Dk, Dv, n_items,
-                        inv_tau, scale, LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr,
-                        PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-                        BV: tl.constexpr, GROUP: tl.constexpr):
+                        inv_tau, scale, REVERSE: tl.constexpr, LOGITS: tl.constexpr,
+                        KEY: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+                        C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr):
     """Step 3 for the pairs inside the chunks that are not mild: adds A v to their o.
 
     A comes column by column, from the last to the first: A_ij = s Σ_c q_ic k_jc W_ic with
@@ -428,34 +430,35 @@ def exact_output_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, o_ptr, T, H, Dk, 
         return
     first = tl.program_id(0) * GROUP
     for item in range(first, tl.minimum(first + GROUP, n_items)):
-        _, _, mild = chunk_decay(total_ptr, item, 0, Dk, BK, BK)
+        _, _, mild = chunk_decay(total_ptr + first.to(tl.int64) * Dk, item - first, 0, Dk, BK, BK)
         if not mild:
             i_h, t0, i_b = item % H, item // H % n_chunk * C, (item // H // n_chunk).to(tl.int64)
-            at_k, at_v = at_head(i_b, i_h, T, H, Dk), at_head(i_b, i_h, T, H, Dv)
-            q = load(q_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
+            at_k, at_v = at_head(i_b, i_h, T, H, Dk, REVERSE), at_head(i_b, i_h, T, H, Dv, REVERSE)
+            hop = -H if REVERSE else H
+            q = load(q_ptr + at_k, t0, T, hop * Dk, 0, Dk, C, BK).to(tl.float32) * scale
             A = tl.zeros([C, C], tl.float32)
             W = tl.zeros([C, BK], tl.float32)
             alpha = tl.zeros([BK], tl.float32)
             for n in range(C):
                 j = C - 1 - n
                 W = tl.where((i == j)[:, None], 1.0, W * alpha[None, :])
-                g_j, k_j = gate_row(g_ptr + at_k, k_ptr + at_k, t0 + j, T, H, Dk, inv_tau,
+                g_j, k_j = gate_row(g_ptr + at_k, k_ptr + at_k, t0 + j, T, hop * Dk, Dk, inv_tau,
                                     LOGITS, KEY, BK)
                 A += tl.where((i == j)[None, :], tl.sum(q * W * k_j[None, :], 1)[:, None], 0.0)
                 alpha = tl.exp2(g_j)
             for c0 in range(0, Dv, BV):
-                v = load(v_ptr + at_v, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
-                o = load(o_ptr + at_v, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
+                v = load(v_ptr + at_v, t0, T, hop * Dv, c0, Dv, C, BV).to(OP)
+                o = load(o_ptr + at_v, t0, T, hop * Dv, c0, Dv, C, BV).to(tl.float32)
                 o = tl.dot(A.to(OP), v, o, input_precision=PRECISION)
-                store(o_ptr + at_v, o, t0, T, H * Dv, c0, Dv, C, BV)
+                store(o_ptr + at_v, o, t0, T, hop * Dv, c0, Dv, C, BV)
 
 
 @triton.jit
 def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr,
                           dq_ptr, dk_ptr, dv_ptr, dg_ptr, T, H, Dk, Dv, n_items, inv_tau, scale,
-                          LOGITS: tl.constexpr, KEY: tl.constexpr, OP: tl.constexpr,
-                          PRECISION: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-                          BV: tl.constexpr, GROUP: tl.constexpr):
+                          REVERSE: tl.constexpr, LOGITS: tl.constexpr, KEY: tl.constexpr,
+                          OP: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+                          BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr):
     """Steps 4 and 5 for the same pairs (read i ≥ write j): adds what they give to dq, dk, dv and dg
     or da. One program: as in exact_output_kernel."""
     n_chunk = tl.cdiv(T, C)
@@ -466,16 +469,17 @@ def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr,
         return
     first = tl.program_id(0) * GROUP
     for item in range(first, tl.minimum(first + GROUP, n_items)):
-        _, _, mild = chunk_decay(total_ptr, item, 0, Dk, BK, BK)
+        _, _, mild = chunk_decay(total_ptr + first.to(tl.int64) * Dk, item - first, 0, Dk, BK, BK)
         if not mild:
             i_h, t0, i_b = item % H, item // H % n_chunk * C, (item // H // n_chunk).to(tl.int64)
-            at_k, at_v = at_head(i_b, i_h, T, H, Dk), at_head(i_b, i_h, T, H, Dv)
+            at_k, at_v = at_head(i_b, i_h, T, H, Dk, REVERSE), at_head(i_b, i_h, T, H, Dv, REVERSE)
+            hop = -H if REVERSE else H
             P = tl.zeros([C, C], tl.float32)
             for c0 in range(0, Dv, BV):
-                v = load(v_ptr + at_v, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
-                do = load(do_ptr + at_v, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
+                v = load(v_ptr + at_v, t0, T, hop * Dv, c0, Dv, C, BV).to(OP)
+                do = load(do_ptr + at_v, t0, T, hop * Dv, c0, Dv, C, BV).to(OP)
                 P = tl.dot(do, tl.trans(v), P, input_precision=PRECISION)
-            q = load(q_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) * scale
+            q = load(q_ptr + at_k, t0, T, hop * Dk, 0, Dk, C, BK).to(tl.float32) * scale
             At = tl.zeros([C, C], tl.float32)
             dq = tl.zeros([C, BK], tl.float32)
             dk = tl.zeros([C, BK], tl.float32)
@@ -484,7 +488,7 @@ def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr,
             for n in range(C):
                 j = C - 1 - n
                 W = tl.where((i == j)[:, None], 1.0, W * alpha[None, :])
-                g_j, k_j = gate_row(g_ptr + at_k, k_ptr + at_k, t0 + j, T, H, Dk, inv_tau,
+                g_j, k_j = gate_row(g_ptr + at_k, k_ptr + at_k, t0 + j, T, hop * Dk, Dk, inv_tau,
                                     LOGITS, KEY, BK)
                 At += tl.where((i == j)[:, None], tl.sum(q * W * k_j[None, :], 1)[None, :], 0.0)
                 pW = tl.sum(tl.where((i == j)[None, :], P, 0.0), 1)[:, None] * W    # P[:, j] ⊙ W
@@ -492,26 +496,27 @@ def exact_gradient_kernel(q_ptr, k_ptr, v_ptr, g_ptr, total_ptr, do_ptr,
                 dk += tl.where((i == j)[:, None], tl.sum(pW * q, 0)[None, :], 0.0)
                 alpha = tl.exp2(g_j)
             for c0 in range(0, Dv, BV):
-                do = load(do_ptr + at_v, t0, T, H * Dv, c0, Dv, C, BV).to(OP)
-                dv = load(dv_ptr + at_v, t0, T, H * Dv, c0, Dv, C, BV).to(tl.float32)
+                do = load(do_ptr + at_v, t0, T, hop * Dv, c0, Dv, C, BV).to(OP)
+                dv = load(dv_ptr + at_v, t0, T, hop * Dv, c0, Dv, C, BV).to(tl.float32)
                 dv = tl.dot(At.to(OP), do, dv, input_precision=PRECISION)
-                store(dv_ptr + at_v, dv, t0, T, H * Dv, c0, Dv, C, BV)
-            x = load(g_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK, 1e4 if LOGITS else 0.0)
+                store(dv_ptr + at_v, dv, t0, T, hop * Dv, c0, Dv, C, BV)
+            x = load(g_ptr + at_k, t0, T, hop * Dk, 0, Dk, C, BK, 1e4 if LOGITS else 0.0)
             g = log2_alpha(x, inv_tau, LOGITS)
-            k = load(k_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32) if KEY else key_of(g)
+            k = (load(k_ptr + at_k, t0, T, hop * Dk, 0, Dk, C, BK).to(tl.float32) if KEY else
+                 key_of(g))
             dg = -sums((i[:, None] > i[None, :]).to(OP), q * dq - k * dk, OP)       # step 5, e = 0
             if not KEY:
                 dg -= dk * tl.exp2(g)
             if LOGITS:
                 dg *= slope(x.to(tl.float32)) * inv_tau
-            dg = tl.where(g > LOG2_MIN, dg, 0.0)
-            dq = dq * scale + load(dq_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-            store(dq_ptr + at_k, dq, t0, T, H * Dk, 0, Dk, C, BK)
-            dg += load(dg_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-            store(dg_ptr + at_k, dg, t0, T, H * Dk, 0, Dk, C, BK)
+            dg = tl.where(g <= LOG2_MIN, 0.0, dg)
+            dq = dq * scale + load(dq_ptr + at_k, t0, T, hop * Dk, 0, Dk, C, BK).to(tl.float32)
+            store(dq_ptr + at_k, dq, t0, T, hop * Dk, 0, Dk, C, BK)
+            dg += load(dg_ptr + at_k, t0, T, hop * Dk, 0, Dk, C, BK).to(tl.float32)
+            store(dg_ptr + at_k, dg, t0, T, hop * Dk, 0, Dk, C, BK)
             if KEY:
-                dk += load(dk_ptr + at_k, t0, T, H * Dk, 0, Dk, C, BK).to(tl.float32)
-                store(dk_ptr + at_k, dk, t0, T, H * Dk, 0, Dk, C, BK)
+                dk += load(dk_ptr + at_k, t0, T, hop * Dk, 0, Dk, C, BK).to(tl.float32)
+                store(dk_ptr + at_k, dk, t0, T, hop * Dk, 0, Dk, C, BK)
 
 
 @triton.jit
@@ -539,7 +544,8 @@ def step_kernel(q_ptr, k_ptr, v_ptr, g_ptr, S_ptr, o_ptr, out_ptr, H, Dk, Dv, in
 
 # (16-bit inputs, key width up to) → C; columns of v a program, warps and stages of walk_kernel;
 # channels and columns of v a program and warps of gradient_kernel
-CONFIGS = {(True, 64): (64, (64, 4, 3), (64, 128, 4)), (True, 128): (64, (64, 4, 2), (64, 64, 4)),
+CONFIGS = {(True, 32): (32, (64, 2, 3), (32, 64, 2)),
+           (True, 64): (64, (64, 4, 3), (64, 128, 4)), (True, 128): (64, (64, 4, 2), (64, 64, 4)),
            (True, 256): (32, (32, 8, 2), (64, 64, 8)), (False, 64): (32, (64, 4, 2), (64, 64, 8)),
            (False, 128): (32, (32, 8, 2), (64, 32, 8)), (False, 256): (16, (16, 8, 2), (64, 16, 8))}
 PROGRAMS = 256          # of walk_kernel, at least; with fewer heads, segments make it twice as many
@@ -549,13 +555,13 @@ GROUP = 8               # chunks that one program of the exact kernels looks at
 class Plan:
     """All that follows from the shapes of a call: block sizes, segments, dtypes, launch options."""
 
-    def __init__(self, shape, Dv, dtype, g_dtype, device, key, tau, tf32):
+    def __init__(self, shape, Dv, dtype, g_dtype, device, key, tau, reverse, tf32):
         self.sizes = self.T, self.H, self.Dk, self.Dv = *shape[1:], Dv
         half, cuda, self.ready = dtype != torch.float32, device.type == "cuda", {}
-        # Narrower 16-bit tiles would do, but Triton 3.6 compiles them wrongly on Hopper (16 and 32
-        # wide: wrong numbers, illegal addresses); narrow heads are padded to tiles that pass every
-        # test there.
-        least = 64 if half else 16
+        # Triton 3.6 compiles Hopper's products of four warps wrongly if a 16-bit tile is less than
+        # 64 wide (wrong numbers, illegal addresses). Narrow heads take two warps, and with them the
+        # products of older GPUs, as C = 32 does; all other tiles are 64 wide or more, or of 8 warps.
+        least = 16 if not half else 32 if self.Dk <= 32 else 64
         self.BK = max(least, triton.next_power_of_2(self.Dk))
         width = next(width for bits, width in CONFIGS if bits == half and self.BK <= width)
         self.C, (BV, self.warps, self.stages), (SK, GV, self.grad_warps) = CONFIGS[half, width]
@@ -568,6 +574,7 @@ class Plan:
         self.n_v = triton.cdiv(Dv, self.BV)
         self.B, self.heads, self.n_chunk = shape[0], shape[0] * self.H, triton.cdiv(self.T, self.C)
         self.n_items = self.heads * self.n_chunk
+        self.exact_warps = min(self.warps, 4)
         programs = self.heads * self.n_v
         wanted = 1 if programs >= PROGRAMS else triton.cdiv(2 * PROGRAMS, programs)
         self.per_seg = triton.cdiv(self.n_chunk, min(wanted, self.n_chunk))
@@ -576,7 +583,7 @@ class Plan:
         # bfloat16 are wrong; there they are float32.)
         self.op_dtype = torch.bfloat16 if half and cuda else torch.float32
         self.inv_tau, self.scale = 1 / tau if tau > 0 else 1.0, self.Dk ** -0.5
-        self.gates = dict(LOGITS=tau > 0, KEY=key)
+        self.gates, self.reverse = dict(LOGITS=tau > 0, KEY=key), reverse
         self.tiles = dict(OP=tl.bfloat16 if half and cuda else tl.float32,
                           PRECISION="tf32" if tf32 else "ieee", C=self.C, BK=self.BK, BV=self.BV)
 
@@ -590,6 +597,8 @@ class Plan:
         """kernel[programs,](…). Triton looks at every argument of every launch (40 µs) to see which
         compiled version fits; here that follows from the plan and the constants, so that all but
         the first launch go straight to it."""
+        if kernel is not scan_kernel:
+            constants = dict(REVERSE=self.reverse, **constants)
         key = kernel, *constants.values()
         if ready := self.ready.get(key):
             ready[programs, 1, 1](*args, *constants.values())
@@ -638,8 +647,8 @@ class Plan:
 cached_plan = functools.lru_cache(1024)(Plan)       # not for symbolic shapes, which have no hash
 
 
-def plan_of(q, k, v, g, tau, plan):
-    return plan(q.shape, v.shape[-1], q.dtype, g.dtype, q.device, k is not None, tau,
+def plan_of(q, k, v, g, tau, reverse, plan):
+    return plan(q.shape, v.shape[-1], q.dtype, g.dtype, q.device, k is not None, tau, reverse,
                 torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
@@ -661,11 +670,11 @@ def aligned(x):
 # tau = 0 says that g holds log α itself rather than logits
 
 def forward_pass(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor,
-                 state: torch.Tensor | None, tau: float, save: bool
+                 state: torch.Tensor | None, tau: float, reverse: bool, save: bool
                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """o, the final state and, to save for the backward pass, every chunk's state."""
     q, k, v, g, state = map(aligned, (q, k, v, g, state))
-    plan = plan_of(q, k, v, g, tau, cached_plan)
+    plan = plan_of(q, k, v, g, tau, reverse, cached_plan)
     o, final, saved = forward_outputs(plan, q, v, save)
     with on_device(q):
         qF, kR = plan.like(q), plan.like(q)
@@ -673,7 +682,8 @@ def forward_pass(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: to
         plan.walk(qF, kR, v, total, state, True, saved if save else None, final, o)
         plan.launch(exact_output_kernel, triton.cdiv(plan.n_items, GROUP),
                     q, k if k is not None else g, v, g, total, o, *plan.sizes, plan.n_items,
-                    plan.inv_tau, plan.scale, **plan.gates, **plan.tiles, GROUP=GROUP, num_warps=4)
+                    plan.inv_tau, plan.scale, **plan.gates, **plan.tiles, GROUP=GROUP,
+                    num_warps=plan.exact_warps)
     return o, final, saved
 
 
@@ -684,11 +694,11 @@ def forward_outputs(plan, q, v, save):
 
 def backward_pass(do: torch.Tensor, dfinal: torch.Tensor | None, q: torch.Tensor,
                   k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor, saved: torch.Tensor,
-                  tau: float, dinit_wanted: bool
+                  tau: float, reverse: bool, dinit_wanted: bool
                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, dg or da, and the initial state's gradient; empty where there is none."""
     do, dfinal, q, k, v, g, saved = map(aligned, (do, dfinal, q, k, v, g, saved))
-    plan = plan_of(q, k, v, g, tau, cached_plan)
+    plan = plan_of(q, k, v, g, tau, reverse, cached_plan)
     dq, dk, dv, dg, dinit = backward_outputs(plan, q, k, v, g, dinit_wanted)
     with on_device(q):
         # dq, dg and dv lend their memory to q̃, k̃ and dS″, which gradient_kernel reads first
@@ -705,7 +715,8 @@ def backward_pass(do: torch.Tensor, dfinal: torch.Tensor | None, q: torch.Tensor
         plan.launch(exact_gradient_kernel, triton.cdiv(plan.n_items, GROUP),
                     q, k if k is not None else g, v, g, total, do, dq, dk, dv, dg,
                     *plan.sizes, plan.n_items, plan.inv_tau, plan.scale,
-                    **plan.gates, **plan.tiles, GROUP=GROUP, num_warps=4)
+                    **plan.gates, **plan.tiles, GROUP=GROUP,
+                    num_warps=plan.exact_warps)
     return dq, dk, dv, dg, dinit
 
 
@@ -737,13 +748,13 @@ step_op = torch.library.custom_op("metala::step", step, mutates_args=("out",))
 
 
 @forward_op.register_fake
-def _(q, k, v, g, state, tau, save):
-    return forward_outputs(plan_of(q, k, v, g, tau, Plan), q, v, save)
+def _(q, k, v, g, state, tau, reverse, save):
+    return forward_outputs(plan_of(q, k, v, g, tau, reverse, Plan), q, v, save)
 
 
 @backward_op.register_fake
-def _(do, dfinal, q, k, v, g, saved, tau, dinit_wanted):
-    return backward_outputs(plan_of(q, k, v, g, tau, Plan), q, k, v, g, dinit_wanted)
+def _(do, dfinal, q, k, v, g, saved, tau, reverse, dinit_wanted):
+    return backward_outputs(plan_of(q, k, v, g, tau, reverse, Plan), q, k, v, g, dinit_wanted)
 
 
 @step_op.register_fake
@@ -752,7 +763,7 @@ def _(q, k, v, g, state, out, tau):
 
 
 def setup_context(ctx, inputs, output):
-    q, k, v, g, state, ctx.tau, _ = inputs
+    q, k, v, g, state, ctx.tau, ctx.reverse, _ = inputs
     ctx.save_for_backward(q, k, v, g, output[2])
     ctx.dinit_wanted = state is not None and state.requires_grad
     ctx.set_materialize_grads(False)
@@ -764,9 +775,10 @@ def backward(how, ctx, do, dfinal, _):
         raise RuntimeError("metala::forward was called with save=False: it has no gradients")
     if do is None:
         do = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    dq, dk, dv, dg, dinit = how(do, dfinal, q, k, v, g, saved, ctx.tau, ctx.dinit_wanted)
+    dq, dk, dv, dg, dinit = how(do, dfinal, q, k, v, g, saved, ctx.tau, ctx.reverse,
+                                ctx.dinit_wanted)
     return (dq, dk if k is not None else None, dv, dg, dinit if ctx.dinit_wanted else None,
-            None, None)
+            None, None, None)
 
 
 forward_op.register_autograd(functools.partial(backward, backward_op), setup_context=setup_context)
@@ -785,18 +797,18 @@ class Eager(torch.autograd.Function):
         return backward(backward_op if torch.is_grad_enabled() else backward_pass, ctx, *grads)
 
 
-def run(q, k, v, g, state, tau, in_place):
+def run(q, k, v, g, state, tau, reverse, in_place=False):
     """Checks what kernels need beyond metala.check_operands, then takes the step or the chunks."""
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"the Triton kernel takes float32, bfloat16 and float16, not {q.dtype}")
-    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError("the Triton kernel needs CUDA tensors (or TRITON_INTERPRET=1), "
-                         f"not {q.device}")
     if max(q.shape[-1], v.shape[-1]) > 256:
         raise ValueError("the Triton kernel takes Dk, Dv ≤ 256, "
                          f"not {q.shape[-1]} and {v.shape[-1]}")
     if q.shape[2] * max(q.shape[-1], v.shape[-1]) > 2**23:
         raise ValueError(f"the Triton kernel takes H·Dk, H·Dv ≤ 2^23, not H = {q.shape[2]}")
+    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("the Triton kernel needs CUDA tensors (or TRITON_INTERPRET=1), "
+                         f"not {q.device}")
     inputs = q, k, v, g, state
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     traced = torch.compiler.is_compiling() or any(
@@ -810,31 +822,31 @@ def run(q, k, v, g, state, tau, in_place):
             torch.autograd.graph.increment_version(out)     # or autograd would trust what it kept
         return o, out
     how = forward_op if traced else Eager.apply
-    return how(*inputs, tau, grad)[:2]
+    return how(*inputs, tau, reverse, grad)[:2]
 
 
-def metala_attention(q, a, v, tau=16.0, state=None, in_place=False):
+def metala_attention(q, a, v, tau=16.0, state=None, reverse=False, in_place=False):
     """MetaLA's operator from gate logits: α = σ(a)^(1/τ), k = 1 − α, formed in registers.
 
     q, a: (B, T, H, Dk), v: (B, T, H, Dv), of one dtype (float32, bfloat16, float16; a may also be
     float32), Dk, Dv ≤ 256, T ≥ 1, on CUDA or, with TRITON_INTERPRET=1, on the CPU. state:
     (B, H, Dk, Dv) float32 or None. Returns o (B, T, H, Dv) and the final state; differentiable in
-    q, a, v and state. in_place: a single step without gradients overwrites `state`. Raises
-    ValueError (shapes, devices, tau) and TypeError (dtypes).
+    q, a, v and state. reverse: from the last step to the first. in_place: a single step without
+    gradients overwrites `state`. Raises ValueError (shapes, devices, tau) and TypeError (dtypes).
     """
     from metala import check_operands
     if not 1e-6 <= tau <= 1e6:
         raise ValueError(f"tau must be from 1e-6 to 1e6, not {tau}")
     check_operands(q, None, v, a, state)
-    return run(q, None, v, a, state, float(tau), in_place)
+    return run(q, None, v, a, state, float(tau), reverse, in_place)
 
 
-def linear_attention(q, k, v, g, state=None):
+def linear_attention(q, k, v, g, state=None, reverse=False):
     """The general form: as metala_attention, with log decays g ≤ 0 (clamped at −40) in place of the
     logits, and keys k: (B, T, H, Dk), or None for k = 1 − exp(g). Differentiable in all of them."""
     from metala import check_operands
     check_operands(q, k, v, g, state)
-    return run(q, k, v, g, state, 0.0, False)
+    return run(q, k, v, g, state, 0.0, reverse)
 
 
 # ── Benchmark ─────────────────────────────────────────────────────────────────────────────────────

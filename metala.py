@@ -115,7 +115,7 @@ def chunkwise(q, k, v, g, S, C=64):
     return o.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T], S                    # (B, T, H, Dv)
 
 
-def linear_attention(q, k, v, g, state=None, form="auto", chunk_size=64):
+def linear_attention(q, k, v, g, state=None, form="auto", chunk_size=64, reverse=False):
     """o_t = s · q_t S_t with S_t = diag(exp g_t) S_{t-1} + k_tᵀ v_t (paper Eq. 6; s = Dk^-½).
 
     q, k, g: (B, T, H, Dk), v: (B, T, H, Dv), T ≥ 1, no broadcasting. k = None: k = 1 − exp(g).
@@ -123,7 +123,7 @@ def linear_attention(q, k, v, g, state=None, form="auto", chunk_size=64):
     state: (B, H, Dk, Dv), float64 for float64 inputs, else float32; None = zeros. Never modified.
     form: "recurrent" | "parallel" | "chunkwise" | "triton", or "auto": triton where it serves (see
     `runs_on_kernel`), else recurrent at T = 1, else chunkwise.
-    chunk_size: C of "chunkwise", a power of two.
+    chunk_size: C of "chunkwise", a power of two. reverse: from the last step to the first.
 
     Returns o (B, T, H, Dv) in q's dtype and the final state. Raises ValueError for shapes, devices,
     an unknown form or chunk size, q that is not floating, TypeError for dtypes that do not fit it,
@@ -139,7 +139,7 @@ def linear_attention(q, k, v, g, state=None, form="auto", chunk_size=64):
     if form == "auto":
         form = "triton" if runs_on_kernel(q, v) else "recurrent" if q.shape[1] == 1 else "chunkwise"
     if form == "triton":
-        return import_kernel().linear_attention(q, k, v, g, state)
+        return import_kernel().linear_attention(q, k, v, g, state, reverse)
 
     dtype, acc = q.dtype, accumulator(q)
     q, v, g = q.to(acc) * q.shape[-1] ** -0.5, v.to(acc), g.to(acc)
@@ -147,8 +147,9 @@ def linear_attention(q, k, v, g, state=None, form="auto", chunk_size=64):
     if state is None:
         state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])    # (B, H, Dk, Dv)
     with torch.autocast(q.device.type, enabled=False):  # or it would turn the products to 16 bits
+        q, k, v, g = (x.flip(1) if reverse else x for x in (q, k, v, g))
         o, state = forms[form](q, k, v, g, state)
-    return o.to(dtype), state
+    return (o.flip(1) if reverse else o).to(dtype), state
 
 
 def attention_map(q, k, g):
@@ -336,8 +337,8 @@ class LinearMixer(Mixer):
     """
     open_gate = 0.0         # the gate that keeps everything: g = 0, α = 1
 
-    def operator(self, q, k, v, gate, S, in_place=False):
-        return linear_attention(q, k, v, gate, S)
+    def operator(self, q, k, v, gate, S, reverse=False, in_place=False):
+        return linear_attention(q, k, v, gate, S, reverse=reverse)
 
     def augment(self, o, q, k, v, gate):
         return o
@@ -348,10 +349,9 @@ class LinearMixer(Mixer):
             gate = gate.masked_fill(~mask[..., None, None], self.open_gate)
             k = k if k is None else k.masked_fill(~mask[..., None, None], 0.0)
         S, = memory or (None,)
-        o, S = self.operator(q, k, v, gate, S, in_place)                       # (B, T, H, Dv)
+        o, S = self.operator(q, k, v, gate, S, in_place=in_place)              # (B, T, H, Dv)
         if self.bidirectional:
-            mirrored = (z if z is None else z.flip(1) for z in (q, k, v, gate))
-            o = o + self.operator(*mirrored, None)[0].flip(1)
+            o = o + self.operator(q, k, v, gate, None, reverse=True)[0]
         o = self.augment(o, q, k, v, gate)
         o = F.layer_norm(o.to(accumulator(o)), o.shape[-1:], eps=1e-5)         # each head by itself
         return self.o_proj(r * o.to(v.dtype).flatten(2)), (S,)                 # (B, T, D)
@@ -402,10 +402,10 @@ class MetaLA(LinearMixer):
     def log_decay(self, a):
         return F.logsigmoid(a.to(accumulator(a))) / self.tau                   # g = log α
 
-    def operator(self, q, k, v, a, S, in_place=False):
+    def operator(self, q, k, v, a, S, reverse=False, in_place=False):
         if k is None and runs_on_kernel(q, v):  # the kernel forms α and k in registers, from logits
-            return import_kernel().metala_attention(q, a, v, self.tau, S, in_place=in_place)
-        return linear_attention(q, k, v, self.log_decay(a), S)
+            return import_kernel().metala_attention(q, a, v, self.tau, S, reverse, in_place)
+        return linear_attention(q, k, v, self.log_decay(a), S, reverse=reverse)
 
     def augment(self, o, q, k, v, a):
         if self.w_aug is None:
@@ -499,8 +499,11 @@ class HGRN(LinearMixer):
         v, a = self.heads(x, self.v_proj, self.a_proj)
         return None, None, F.silu(v), F.logsigmoid(a.to(accumulator(a))), F.silu(self.r_proj(x))
 
-    def operator(self, q, k, v, g, h, in_place=False):
+    def operator(self, q, k, v, g, h, reverse=False, in_place=False):
         """log₂ T sweeps; after each, entry t holds the sum over twice as many steps up to t."""
+        if reverse:
+            o, h = self.operator(q, k, v.flip(1), g.flip(1), h)
+            return o.flip(1), h
         dtype, v, alpha = v.dtype, -torch.expm1(g) * v, g.exp()                # (B, T, H, d)
         if h is not None:
             v = torch.cat([v[:, :1] + alpha[:, :1] * h[:, None], v[:, 1:]], 1)

@@ -77,6 +77,13 @@ def definition(q, v, g, state=None, k=None):
 def form_of(form, chunk_size=16):
     return lambda q, v, g, state=None, k=None: linear_attention(q, k, v, g, state, form, chunk_size)
 
+def backwards(fn):
+    """fn from the last step to the first."""
+    def reversed_fn(state=None, **x):
+        o, S = fn(**{name: t.flip(1) for name, t in x.items()}, state=state)
+        return o.flip(1), S
+    return reversed_fn
+
 def from_logits(fn, tau=TAU):
     return lambda q, a, v, state=None: fn(q=q, v=v, g=F.logsigmoid(a) / tau, state=state)
 
@@ -184,6 +191,11 @@ def test_auto_works_without_the_kernel_and_asking_for_it_says_what_is_missing(mo
     with pytest.raises(ImportError, match="kernel.py"):
         linear_attention(**x, form="triton")
 
+@forms
+def test_reverse_runs_every_form_from_the_last_step_to_the_first(form):
+    check(functools.partial(linear_attention, form=form, reverse=True), draw(),
+          backwards(definition), F64)
+
 # ── 3  Chunks are invisible; pieces equal the whole ──────────────────────────────────────────────
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 4, 16, 64, 128, 256])
@@ -279,9 +291,9 @@ if GPU:
     SHAPES += [(2, 150, 3, *widths) for widths in (
         (5, 7), (24, 40), (64, 16), (16, 32), (64, 128), (100, 130), (128, 64), (128, 128),
         (200, 256), (256, 256))]
-else:  # chunks are 32 steps long in float32, 64 in 16 bits
+else:  # chunks are 32 steps long, but 64 in 16 bits if Dk is over 32
     SHAPES = [(1, 1, 2, 5, 7), (2, 17, 3, 5, 7), (1, 65, 2, 5, 7), (1, 64, 1, 24, 40),
-              (1, 33, 1, 64, 16), (1, 33, 1, 70, 9)]
+              (1, 65, 1, 64, 16), (1, 33, 1, 70, 9)]
 gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA GPU")
 dtypes = pytest.mark.parametrize("dtype", KERNEL if GPU else [torch.float32], ids=str)
 
@@ -308,6 +320,28 @@ def test_the_kernel_is_finite_and_right_at_logits_of(logits, tau, dtype):
     check_kernel(inputs(logits, dtype), functools.partial(on_kernel, tau=tau),
                  from_logits(definition, tau))
 
+@pytest.mark.parametrize("name", ["q", "a", "v"])
+def test_a_nan_reaches_what_depends_on_it_and_no_other_head_or_sequence(name):
+    x = inputs(B=2, T=40, H=2)
+    x[name][0, 5, 1, 2] = torch.nan
+    for tensor in x.values():
+        tensor.requires_grad_()
+    o, S = on_kernel(**x)
+    assert o[0, 5, 1].isnan().any() and S[0, 1].isnan().any() == (name != "q")
+    assert all(y.isfinite().all() for y in (o[1], S[1], o[0, :, 0], S[0, 0]))
+    (o.sum() + S.sum()).backward()
+    assert all(x[n].grad[0, :, 1].isnan().any() for n in "qav" if n != name)
+    assert name != "a" or x["a"].grad[0, 5, 1, 2].isnan()
+
+def test_gates_that_are_all_nan_leave_what_came_before_right():
+    x = inputs(T=96, Dk=16)  # a tile without padding
+    x["a"][0, 20] = torch.nan
+    o, _ = on_kernel(**x)
+    close(o[:1, :20], from_logits(definition)(**cast(x, torch.float64))[0][:1, :20], 1e-4)
+    assert o[0, 20:].isnan().any()
+    x["k"], x["g"] = x["q"].cos(), -x.pop("a").abs()
+    assert run(form_of("triton"), x)["dq"][0, 20:].isnan().any()
+
 @pytest.mark.parametrize("scale", [0.02, 1.0, 20.0], ids=["slow", "fast", "closed"])
 @pytest.mark.parametrize("missing", ["nothing", "k"])
 @dtypes
@@ -316,6 +350,19 @@ def test_the_kernel_computes_the_general_form(missing, scale, dtype):
     x["g"] = scale * x["g"].float()
     x.pop(missing, None)
     check_kernel(x, form_of("triton"), definition)
+
+@pytest.mark.parametrize("T", [1, 64, 150] if GPU else [1, 64, 70])
+@pytest.mark.parametrize(
+    "widths", [(24, 40), (64, 128), (128, 64)] if GPU else [(5, 7), (24, 40)], ids=str)
+@pytest.mark.parametrize("logits", ["N(0, 1)", "mixed"])
+@dtypes
+def test_the_kernel_runs_backwards_in_time(dtype, logits, widths, T):
+    x = inputs(logits, dtype, **SIZES | dict(T=T, Dk=widths[0], Dv=widths[1]))
+    check_kernel(x, functools.partial(kernel.metala_attention, reverse=True),
+                 backwards(from_logits(definition)))
+    x["k"], x["g"] = x["q"].cos(), x.pop("a").float().clamp(max=-0.01)
+    check_kernel(x, functools.partial(kernel.linear_attention, reverse=True),
+                 backwards(definition))
 
 @pytest.mark.parametrize("T, programs, segments", [(160, 1, 1), (160, 2, 3), (577, 256, 19)])
 def test_the_number_of_segments_is_invisible(T, programs, segments, monkeypatch):
@@ -351,7 +398,7 @@ def test_the_kernel_is_deterministic_and_reads_nothing_that_it_did_not_write(mon
     compare(run(on_kernel, x), first_time, tol=0.0)
 
 def operator(q, a, v, state):
-    return kernel.forward_op(q, None, v, a, state, TAU, True)[:2]
+    return kernel.forward_op(q, None, v, a, state, TAU, False, True)[:2]
 
 def shifted(fn):
     """fn, but all that it takes and gives, forward and backward, starts at an odd element, where
@@ -378,11 +425,11 @@ def test_the_kernel_is_three_good_custom_operators():
     x = {name: t.contiguous().requires_grad_() for name, t in inputs(T=5).items()}
     q, a, v, S = x.values()
     for state in (None, S):
-        torch.library.opcheck(kernel.forward_op, (q, None, v, a, state, TAU, True))
+        torch.library.opcheck(kernel.forward_op, (q, None, v, a, state, TAU, False, True))
     q, a, v, S = (t.detach() for t in (q, a, v, S))
-    _, _, saved = kernel.forward_op(q, a, v, -a.abs(), S, 0.0, True)
+    _, _, saved = kernel.forward_op(q, a, v, -a.abs(), S, 0.0, False, True)
     torch.library.opcheck(kernel.backward_op,
-                          (v, S, q, a, v, -a.abs(), saved, 0.0, True))
+                          (v, S, q, a, v, -a.abs(), saved, 0.0, False, True))
     q, a, v = (t[:, :1].contiguous() for t in (q, a, v))
     for state, out in ((None, S.clone()), (S, S), (S, S.clone())):
         torch.library.opcheck(kernel.step_op, (q, None, v, a, state, out, TAU))
@@ -402,7 +449,7 @@ def test_what_autograd_cannot_know_is_an_error_rather_than_a_wrong_gradient():
             on_kernel(**x | {"q": q})
     q, a, v, S = (t.contiguous().requires_grad_() for t in x.values())
     with pytest.raises(RuntimeError, match="save=False"):
-        kernel.forward_op(q, None, v, a, S, TAU, False)[0].sum().backward()
+        kernel.forward_op(q, None, v, a, S, TAU, False, False)[0].sum().backward()
     w, S = S.clone().detach().requires_grad_(), S.detach()
     y = (w * S).sum()
     with torch.no_grad():
@@ -1689,7 +1736,8 @@ def test_cifar10_is_read_as_it_is_and_unpacked_if_need_be(tmp_path):
     ("mnist", "train-images", gzip.compress(idx(DIGITS[0][:5])), r"\(5, 3.* labels \(6,\)"),
     ("cifar10", "data_batch_2", RECORDS[1].tobytes()[:-1], "batch_2.bin.*6145.*3073"),
     ("cifar10", "test_batch", b"", r"\(0, 3, 32, 32\)"),
-    ("cifar10", "data_batch_2", b"\x0a" + RECORDS[1].tobytes()[1:], "up to 10")])
+    ("cifar10", "data_batch_2", b"\x0a" + RECORDS[1].tobytes()[1:], "up to 10")],
+    ids="a_cut_file nothing labels_for_images no_archive too_few a_cut_record empty label".split())
 def test_a_broken_image_set_is_one_line(data, name, content, words, tmp_path):
     with pytest.raises(SystemExit, match=words) as stop:
         image_data(tmp_path, data, **{name: content})

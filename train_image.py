@@ -639,7 +639,7 @@ def training_step(model, optimizer, scaler, args, device):
         for block in model.body.blocks:
             block.compile()
     forward = nn.parallel.DistributedDataParallel(model) if WORLD > 1 else model
-    record = args.compile and device.type == "cuda" and WORLD == 1 and not scaler.is_enabled()
+    record = args.compile and device.type == "cuda" and WORLD == 1
     lr, losses = torch.zeros((), device=device), torch.zeros((), device=device)
     for group in optimizer.param_groups:
         group.update(lr=lr, capturable=record)

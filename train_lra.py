@@ -711,7 +711,7 @@ def training_step(model, optimizer, scaler, data, args):
     if args.compile:  # block by block: equal blocks share one compilation of a few seconds
         for block in model.body.blocks:
             block.compile(dynamic=bool(data.width.min() < data.width.max()))  # and so do all T
-    record = args.compile and device.type == "cuda" and not scaler.is_enabled()  # it asks the host
+    record = args.compile and device.type == "cuda"
     lr, losses = torch.zeros((), device=device), torch.zeros((), device=device)
     for group in optimizer.param_groups:
         group.update(lr=lr, capturable=record)

@@ -481,7 +481,7 @@ def evaluate(model, examples, args):
 def training_step(model, optimizer, scaler, args, device):
     """A function that trains on a batch, its learning rate and the sum of its losses: both on the
     device, so that the host never waits. With --compile on CUDA a step is one launch."""
-    record = args.compile and device.type == "cuda" and not scaler.is_enabled()  # it asks the host
+    record = args.compile and device.type == "cuda"
     lr, losses = torch.zeros((), device=device), torch.zeros((), device=device)
     for group in optimizer.param_groups:
         group.update(lr=lr, capturable=record)
