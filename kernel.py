@@ -42,9 +42,9 @@ too few to fill a GPU, it cuts the sequence into segments: a first walk finds wh
 alone adds, a short scan turns that into the state at every segment's edge.
 
 Memory. q, a, v, o and their gradients once each; for training the state of every chunk, in 16 bits
-if the inputs are, Dk (rounded up to a tile) / C of the size of v. q̃, k̃ and, backward, F and dS″
-live for one pass; there q̃, k̃, dS″ lie, where they fit, in the memory that dq, da and dv are going
-to fill.
+if the inputs are, Dk (rounded up to a tile) / C of the size of v. (With KEEP_STATES = False none are
+kept, and the backward pass finds them again.) q̃, k̃ and, backward, F and dS″ live for one pass;
+there q̃, k̃, dS″ lie, where they fit, in the memory that dq, da and dv are going to fill.
 
     python kernel.py        prints a benchmark (needs a CUDA GPU)
 """
@@ -550,6 +550,7 @@ CONFIGS = {(True, 32): (32, (64, 2, 3), (32, 64, 2)),
            (False, 128): (32, (32, 8, 2), (64, 32, 8)), (False, 256): (16, (16, 8, 2), (64, 16, 8))}
 PROGRAMS = 256          # of walk_kernel, at least; with fewer heads, segments make it twice as many
 GROUP = 8               # chunks that one program of the exact kernels looks at
+KEEP_STATES = True      # of all chunks, for the backward pass; False: less memory, more time
 
 
 class Plan:
@@ -670,45 +671,49 @@ def aligned(x):
 # tau = 0 says that g holds log α itself rather than logits
 
 def forward_pass(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor,
-                 state: torch.Tensor | None, tau: float, reverse: bool, save: bool
+                 state: torch.Tensor | None, tau: float, reverse: bool, keep: bool
                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """o, the final state and, to save for the backward pass, every chunk's state."""
+    """o, the final state and, to keep for the backward pass, every chunk's state."""
     q, k, v, g, state = map(aligned, (q, k, v, g, state))
     plan = plan_of(q, k, v, g, tau, reverse, cached_plan)
-    o, final, saved = forward_outputs(plan, q, v, save)
+    o, final, states = forward_outputs(plan, q, v, keep)
     with on_device(q):
         qF, kR = plan.like(q), plan.like(q)
         total = plan.decays(q, k, g, qF, kR)
-        plan.walk(qF, kR, v, total, state, True, saved if save else None, final, o)
+        plan.walk(qF, kR, v, total, state, True, states if keep else None, final, o)
         plan.launch(exact_output_kernel, triton.cdiv(plan.n_items, GROUP),
                     q, k if k is not None else g, v, g, total, o, *plan.sizes, plan.n_items,
                     plan.inv_tau, plan.scale, **plan.gates, **plan.tiles, GROUP=GROUP,
                     num_warps=plan.exact_warps)
-    return o, final, saved
+    return o, final, states
 
 
-def forward_outputs(plan, q, v, save):
+def forward_outputs(plan, q, v, keep):
     return (empty(v.shape, q), empty((plan.B, plan.H, plan.Dk, plan.Dv), q, torch.float32),
-            plan.room(q) if save else empty(0, q, plan.op_dtype))
+            plan.room(q) if keep else empty(0, q, plan.op_dtype))
 
 
 def backward_pass(do: torch.Tensor, dfinal: torch.Tensor | None, q: torch.Tensor,
-                  k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor, saved: torch.Tensor,
-                  tau: float, reverse: bool, dinit_wanted: bool
+                  k: torch.Tensor | None, v: torch.Tensor, g: torch.Tensor,
+                  state: torch.Tensor | None, S: torch.Tensor, tau: float, reverse: bool,
+                  dinit_wanted: bool
                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, dg or da, and the initial state's gradient; empty where there is none."""
-    do, dfinal, q, k, v, g, saved = map(aligned, (do, dfinal, q, k, v, g, saved))
+    do, dfinal, q, k, v, g, state, S = map(aligned, (do, dfinal, q, k, v, g, state, S))
     plan = plan_of(q, k, v, g, tau, reverse, cached_plan)
     dq, dk, dv, dg, dinit = backward_outputs(plan, q, k, v, g, dinit_wanted)
     with on_device(q):
         # dq, dg and dv lend their memory to q̃, k̃ and dS″, which gradient_kernel reads first
         qF, kR, F = plan.like(q, dq), plan.like(q, dg), plan.like(q)
         total = plan.decays(q, k, g, qF, kR, F)
+        if S.numel() == 0:      # none were kept
+            S = plan.room(q)
+            plan.walk(qF, kR, v, total, state, True, S, None, None)
         dS = plan.like(dv, dv) if plan.lend else plan.room(q)
         plan.walk(kR, qF, do, total, dfinal, False, dS, dinit if dinit_wanted else None,
                   None if plan.grad_dv else dv)
         plan.launch(gradient_kernel, plan.heads * plan.n_chunk * triton.cdiv(plan.Dk, plan.SK),
-                    qF, kR, F, v, g, do, total, saved, dS, dq, dk, dv, dg,
+                    qF, kR, F, v, g, do, total, S, dS, dq, dk, dv, dg,
                     *plan.sizes, plan.inv_tau, plan.scale,
                     **plan.gates, **plan.tiles | dict(BV=plan.GV), SK=plan.SK,
                     N_V=triton.cdiv(plan.Dv, plan.GV), DV=plan.grad_dv, num_warps=plan.grad_warps)
@@ -748,12 +753,12 @@ step_op = torch.library.custom_op("metala::step", step, mutates_args=("out",))
 
 
 @forward_op.register_fake
-def _(q, k, v, g, state, tau, reverse, save):
-    return forward_outputs(plan_of(q, k, v, g, tau, reverse, Plan), q, v, save)
+def _(q, k, v, g, state, tau, reverse, keep):
+    return forward_outputs(plan_of(q, k, v, g, tau, reverse, Plan), q, v, keep)
 
 
 @backward_op.register_fake
-def _(do, dfinal, q, k, v, g, saved, tau, reverse, dinit_wanted):
+def _(do, dfinal, q, k, v, g, state, S, tau, reverse, dinit_wanted):
     return backward_outputs(plan_of(q, k, v, g, tau, reverse, Plan), q, k, v, g, dinit_wanted)
 
 
@@ -763,19 +768,17 @@ def _(q, k, v, g, state, out, tau):
 
 
 def setup_context(ctx, inputs, output):
-    q, k, v, g, state, ctx.tau, ctx.reverse, _ = inputs
-    ctx.save_for_backward(q, k, v, g, output[2])
+    q, k, v, g, state, ctx.tau, ctx.reverse, keep = inputs
+    ctx.save_for_backward(q, k, v, g, None if keep else state, output[2])
     ctx.dinit_wanted = state is not None and state.requires_grad
     ctx.set_materialize_grads(False)
 
 
 def backward(how, ctx, do, dfinal, _):
-    q, k, v, g, saved = ctx.saved_tensors
-    if saved.numel() == 0:
-        raise RuntimeError("metala::forward was called with save=False: it has no gradients")
+    q, k, v, g, state, S = ctx.saved_tensors
     if do is None:
         do = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    dq, dk, dv, dg, dinit = how(do, dfinal, q, k, v, g, saved, ctx.tau, ctx.reverse,
+    dq, dk, dv, dg, dinit = how(do, dfinal, q, k, v, g, state, S, ctx.tau, ctx.reverse,
                                 ctx.dinit_wanted)
     return (dq, dk if k is not None else None, dv, dg, dinit if ctx.dinit_wanted else None,
             None, None, None)
@@ -822,7 +825,7 @@ def run(q, k, v, g, state, tau, reverse, in_place=False):
             torch.autograd.graph.increment_version(out)     # or autograd would trust what it kept
         return o, out
     how = forward_op if traced else Eager.apply
-    return how(*inputs, tau, reverse, grad)[:2]
+    return how(*inputs, tau, reverse, grad and KEEP_STATES)[:2]
 
 
 def metala_attention(q, a, v, tau=16.0, state=None, reverse=False, in_place=False):

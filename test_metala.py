@@ -373,6 +373,22 @@ def test_the_number_of_segments_is_invisible(T, programs, segments, monkeypatch)
     check(on_kernel, inputs(B=1, T=T, H=1), from_logits(definition), 1e-4 if GPU else F32)
     assert [plan.n_seg for plan in plans] == [segments] * 2  # forward, backward
 
+@pytest.mark.parametrize("programs, reverse", [(1, False), (256, True)], ids=str)
+@dtypes
+def test_states_that_are_not_kept_are_found_again_bit_by_bit(dtype, programs, reverse, monkeypatch):
+    monkeypatch.setattr(kernel, "PROGRAMS", programs)  # 1: one segment, 256: as many as chunks
+    monkeypatch.setattr(kernel, "KEEP_STATES", True)
+    monkeypatch.setattr(kernel, "cached_plan", kernel.Plan)
+    x, kept = inputs("mixed", dtype, B=1, T=300 if GPU else 80, H=1), []
+    def call(q, a, v, state):
+        o, S = kernel.metala_attention(q, a, v, TAU, state, reverse)
+        kept.append([t.shape for t in o.grad_fn.saved_tensors if t is not None])
+        return o, S
+    with_states = run(call, x)
+    monkeypatch.setattr(kernel, "KEEP_STATES", False)
+    compare(run(call, x), with_states, tol=0.0)
+    assert kept[0] != kept[1]
+
 @pytest.mark.parametrize("i", [0, 1], ids=["o", "S"])
 def test_the_kernel_takes_no_state_and_the_gradient_of_one_output_alone(i):
     x = inputs()
@@ -424,12 +440,13 @@ def test_the_kernel_gives_the_numbers_of_an_eager_call_through(way, dtype):
 def test_the_kernel_is_three_good_custom_operators():
     x = {name: t.contiguous().requires_grad_() for name, t in inputs(T=5).items()}
     q, a, v, S = x.values()
-    for state in (None, S):
-        torch.library.opcheck(kernel.forward_op, (q, None, v, a, state, TAU, False, True))
+    for state, keep in ((None, True), (S, False)):
+        torch.library.opcheck(kernel.forward_op, (q, None, v, a, state, TAU, False, keep))
     q, a, v, S = (t.detach() for t in (q, a, v, S))
-    _, _, saved = kernel.forward_op(q, a, v, -a.abs(), S, 0.0, False, True)
-    torch.library.opcheck(kernel.backward_op,
-                          (v, S, q, a, v, -a.abs(), saved, 0.0, False, True))
+    for keep in (False, True):
+        *_, states = kernel.forward_op(q, a, v, -a.abs(), S, 0.0, False, keep)
+        torch.library.opcheck(kernel.backward_op,
+                              (v, S, q, a, v, -a.abs(), S, states, 0.0, False, True))
     q, a, v = (t[:, :1].contiguous() for t in (q, a, v))
     for state, out in ((None, S.clone()), (S, S), (S, S.clone())):
         torch.library.opcheck(kernel.step_op, (q, None, v, a, state, out, TAU))
@@ -448,8 +465,6 @@ def test_what_autograd_cannot_know_is_an_error_rather_than_a_wrong_gradient():
         with pytest.raises(RuntimeError, match="forward mode AD"):
             on_kernel(**x | {"q": q})
     q, a, v, S = (t.contiguous().requires_grad_() for t in x.values())
-    with pytest.raises(RuntimeError, match="save=False"):
-        kernel.forward_op(q, None, v, a, S, TAU, False, False)[0].sum().backward()
     w, S = S.clone().detach().requires_grad_(), S.detach()
     y = (w * S).sum()
     with torch.no_grad():
@@ -1327,6 +1342,14 @@ def test_a_finished_runs_map_is_shown_without_training_on(tmp_path):
     (entropy,), (gap,) = result["entropy"], result["gap"]  # one layer of two heads
     assert all(0 <= bits <= 4 for bits in entropy) and all(0 <= x <= 1 for x in gap)
     assert log_of(tmp_path)[-1]["entropy"] == [list(entropy)]
+
+def test_embeddings_for_a_gpu_are_embeddings():
+    weight = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    tokens = torch.randint(0, 7, (3, 11)) * (torch.rand(3, 11) < 0.5)
+    def of(fn):
+        x = fn(weight, tokens)
+        return dict(x=x.detach(), dw=torch.autograd.grad(x.sin().sum(), weight)[0])
+    compare(of(train_mqar.embed), of(lambda w, tokens: w[tokens]), F64)
 
 @gpu
 @pytest.mark.parametrize("flags", ["", "--mixer attention", "--dtype bfloat16"])
