@@ -536,11 +536,11 @@ class Attention(Mixer):
     def rotate(x, position):
         """Turns the pair (x_i, x_{i+d/2}) by the angle position · 10000^(−2i/d)."""
         half = x.shape[-1] // 2
-        frequency = 10000.0 ** (-torch.arange(half, device=x.device) / half)
-        angle = (position[..., None].float() * frequency)[:, :, None]          # (B, T, 1, d/2)
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-        x1, x2 = x.chunk(2, -1)
-        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+        i = torch.arange(2 * half, device=x.device)                            # (d,)
+        frequency = torch.exp((i % half) * (-math.log(10000.0) / half))
+        angle = (position[..., None].float() * frequency)[:, :, None]          # (B, T, 1, d)
+        sin = torch.where(i < half, -angle.sin(), angle.sin())
+        return x * angle.cos().to(x.dtype) + x.roll(half, -1) * sin.to(x.dtype)
 
     def mix(self, x, mask, memory, in_place):
         *cache, used = memory or (None,)                                       # cache: K, V, real
