@@ -457,9 +457,18 @@ def build_model(args):
     return model
 
 
+def embed(weight, tokens):
+    """weight[tokens], for a GPU. Most tokens are filler, 0, and the gradients of equal tokens wait
+    for each other there: so row 0 is taken by itself, and the filler's places get other rows."""
+    others = torch.arange(tokens.numel(), device=tokens.device) % len(weight)
+    others = torch.where(tokens == 0, others.view(tokens.shape), tokens)     # (B, T)
+    return torch.where((tokens == 0)[..., None], weight[0], F.embedding(others, weight))
+
+
 def answer_logits(model, tokens, where):
     """Logits at the questions only: at all positions they would cost more than the model."""
-    x, _ = model.features(tokens)                                            # (B, T, D)
+    x = embed(model.embed.weight, tokens) if tokens.is_cuda else model.embed(tokens)
+    x, _ = model.body(model.drop(x))                                         # (B, T, D)
     return model.head(x.take_along_dim(where[..., None], 1)).float()         # (B, M, vocab)
 
 
