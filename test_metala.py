@@ -809,6 +809,12 @@ def test_each_mixer_has_the_parameters_of_its_formula(mixer):
         assert size(conv_size=0, use_key=True) == formula + d * d // 2
         assert size(conv_size=0, self_augment=False) == formula - d // 2
 
+def test_the_ssm_starts_with_the_time_steps_and_decays_of_mamba():
+    ssm, x = MIXERS["ssm"](48, 3), torch.zeros(1, 1, 48)
+    _, _, _, g, _ = ssm.inputs(x)                                            # (1, 1, H, Dk)
+    step, A = torch.tensor([0.001, 0.01, 0.1]), torch.tensor([1, 8.5, 16])
+    close(g[0, 0], (-step * A)[:, None].expand_as(g[0, 0]), F32)
+
 # ── 11  The language model, its blocks and backbone inside ───────────────────────────────────────
 
 def model_of(mixer="metala", **options):
@@ -839,6 +845,7 @@ def test_sampling_uses_the_global_generator_and_top_k_restricts_it():
     best = model(tokens)[0][:, 2:-1].topk(3).indices
     assert (best == tokens[:, 3:, None]).any(-1).all()
     assert len(sample(1, temperature=100.0)[:, 3:].unique()) > 10  # nearly uniform over 13
+    assert torch.equal(sample(1, top_k=10**6), sample(1))
 
 def test_generation_leaves_dropout_out_and_restores_the_training_flag():
     model, prompt = model_of(dropout=0.5), torch.randint(V, (2, 5))
@@ -1096,6 +1103,8 @@ def test_matrices_and_filters_decay_and_nothing_else(module):
         name for name, p in model.named_parameters()
         if p.ndim > 1 and name not in ("embed.weight", "position")}
     assert (decay["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+    beta2 = {train_lm: 0.9, train_image: 0.98}.get(module, 0.999)
+    assert decay["betas"] == plain["betas"] == (0.9, beta2)
     assert len(decay["params"]) + len(plain["params"]) == len(names)
 
 @pytest.mark.parametrize("number, n", [  # every second step is evaluated anyway
@@ -1830,6 +1839,8 @@ def test_a_folder_is_learned_classified_and_what_cannot_be_read_is_named(suffix,
     assert answers == {str(files[0]): "b", str(files[1]): "a"}
     with pytest.raises(SystemExit, match="1 of 1 files"):
         start("train_image", tmp_path / "out", f"--predict {broken}")
+    with pytest.raises(SystemExit, match="no.png: no such file"):
+        start("train_image", tmp_path / "out", f"--predict {files[0]} {tmp_path}/no.png")
 
 @pytest.mark.parametrize("flags", [
     *(f"--preset {preset} --data synthetic --size 32" for preset in train_image.PRESETS),
@@ -1837,6 +1848,11 @@ def test_a_folder_is_learned_classified_and_what_cannot_be_read_is_named(suffix,
 def test_image_runs_with(flags, tmp_path):
     result = start("train_image", tmp_path, flags + " --steps 2")
     assert 0 <= result["accuracy"] <= 1 and np.isfinite(result["loss"]) and result["steps"] == 2
+
+def test_label_smoothing_spreads_that_much_of_the_target_evenly(tmp_path):
+    loss = [start("train_image", tmp_path / str(share), f"--steps 1 --lr 0 --label-smoothing {share}"
+                  )["train_loss"] for share in (0, 0.25, 1)]
+    assert abs(loss[0] - loss[2]) > 1e-3 and abs(loss[1] - 0.75 * loss[0] - 0.25 * loss[2]) < 1e-5
 
 def test_the_image_classifier_averages_what_the_blocks_make_of_all_patches():
     model, images = train_image.Classifier(argparse.Namespace(**IMAGES), 5), torch.randint(
@@ -1884,9 +1900,11 @@ def test_the_readme_quotes_code_and_names_tests_that_exist():
         assert name in globals(), name
 
 def test_the_readmes_commands_name_existing_files_and_flags(capsys):
-    text = "\n".join(readme_blocks("bash", "sh", "shell", "console")).replace("\\\n", " ")
-    found = re.findall(r"(\w+\.py)\b([^\n;&|#]*)", text)
-    assert found
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    spans = re.findall(r"`(?:python )?(\w+\.py(?: [^`]*)?)`", text)
+    blocks = "\n".join([*readme_blocks("bash"), *spans]).replace("\\\n", " ")
+    found = re.findall(r"(\w+\.py)\b([^\n;&|#]*)", blocks)
+    assert len(found) > len(spans) > 10
     for script, arguments in found:
         assert (HERE / script).is_file(), script
         if script.startswith("train_"):

@@ -783,6 +783,9 @@ def report(args, result, table, model, data, test, classes):
 def predict(args, device):
     """Print the likeliest classes of each file, by the checkpoint in --out."""
     saved = read_checkpoint(args.out / "checkpoint.pt")
+    for path in args.predict:
+        if not path.is_file():
+            fail(f"--predict {path}: no such file")
     now = dict(workers=0, dtype=args.dtype)
     trained = argparse.Namespace(**vars(args) | saved["args"] | now)
     classes = saved["classes"]
